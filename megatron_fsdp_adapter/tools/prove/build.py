@@ -1,5 +1,6 @@
-"""Builds a small GPT on megatron-core from Megatron's options, wrapped by ours or by stock DDP, and
-runs steps that return loss, norm, whole gradients and whole weights.
+"""Builds a small GPT on megatron-core from Megatron's options, and trains it.
+
+It is wrapped by ours or by stock DDP. A step returns loss, norm, whole gradients and whole weights.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def params_dtype(options: Options) -> torch.dtype:
 
 
 def start(options: Options) -> torch.device:
-    """Replaces Megatron's process groups; returns the device. Collective."""
+    """Makes Megatron's process groups by the options, in place of any earlier ones, and the
+    calculator of microbatches; returns the device. Collective."""
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     else:
@@ -97,12 +99,14 @@ def start(options: Options) -> torch.device:
 
 
 def _fields(kind: type, options: Options) -> dict[str, Any]:
+    """The options that are fields of a config, with dtypes in place of their names."""
     names = {item.name for item in dataclasses.fields(kind) if item.init} - NOT_COPIED
     found = {}
     for name in names & options.keys():
         value = options[name]
         if name.endswith("_dtype") and name != "moe_router_dtype" and isinstance(value, str):
             value = DTYPES.get(value, value)
+        # None is a value of this field: main weights have the compute dtype.
         if value is not None or name.startswith("megatron_fsdp_main_p"):
             found[name] = value
     return found
@@ -163,6 +167,7 @@ def _activation(options: Options) -> dict[str, Any]:
 
 
 def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> Any:
+    """The layer spec of a model chunk. chunk: None without virtual pipeline stages."""
     specs: Any = gpt_layer_specs
     if options.get("transformer_impl") == "local":
         return local_block_spec(config, chunk)
@@ -186,7 +191,8 @@ def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> A
 def build_chunk(
     options: Options, config: TransformerConfig, chunk: int, device: torch.device
 ) -> torch.nn.Module:
-    """A model chunk whose weights depend only on their names and coordinates."""
+    """A model chunk whose weights depend only on their names and coordinates, not on the wrapper:
+    our model and the reference begin with equal ones."""
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     stage = chunk if config.virtual_pipeline_model_parallel_size else None
@@ -207,6 +213,7 @@ def build_chunk(
 
 def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
     """Name and model-parallel coordinates that identify a parameter in the whole model."""
+    # The first and the last pipeline stage have a copy of it, whose names differ.
     if getattr(param, "shared_embedding", False):
         return ("embedding", ps.get_tensor_model_parallel_rank())
     stage = (ps.get_pipeline_model_parallel_rank(), chunk)
@@ -245,7 +252,7 @@ class Trainer:
     ours: bool
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Whole main weights of this rank's model chunks; collective."""
+        """Whole main weights of this rank's model chunks, by name; collective."""
         if not self.ours:
             return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
         for chunk in self.chunks:
@@ -253,7 +260,8 @@ class Trainer:
         return {name: _whole(pair, pair.sharded) for name, pair in self._pairs()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
+        """Whole reduced gradients, by name; collective. Call it between the backwards and the
+        optimizer's step."""
         if not self.ours:
             return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
         found = {}
@@ -275,6 +283,8 @@ class Trainer:
 
 
 def _label(chunks: list[Any], number: int, name: str) -> str:
+    """The name of a parameter of chunk `number`, unique among the chunks, without the wrapper's
+    prefix."""
     name = split_depth(name)[1]
     if len(chunks) == 1:
         return name
@@ -286,6 +296,7 @@ def _host(value: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(pair: Any, value: Any) -> torch.Tensor:
+    """The whole of a DTensor that is sharded as the pair; collective."""
     return _host(gather_rows(pair, value._local_tensor, torch.float32))
 
 
@@ -298,6 +309,7 @@ def build_trainer(options: Options, device: torch.device, ours: bool) -> Trainer
     models = [build_chunk(options, config, i, device) for i in range(number)]
     chunks = [_wrap(options, config, model, ours, i) for i, model in enumerate(models)]
     optimizer = _optimizer(options, chunks, ours)
+    # With several chunks the interleaved schedule starts reductions and gathers itself.
     wire_schedule(config, chunks, optimizer, aligned=len(chunks) > 1)
     return Trainer(options, device, chunks, optimizer, ours)
 
@@ -366,14 +378,14 @@ def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool)
 def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
     """Tokens (micro batch, seq + 1) of each microbatch, by step, microbatch and data-parallel
     rank."""
-    o = trainer.options
+    options = trainer.options
     rank = ps.get_data_parallel_rank()
     found = []
-    for micro in range(o["microbatches"]):
+    for micro in range(options["microbatches"]):
         seed = SEED + 7919 * step + 104729 * rank + 1299709 * micro
         generator = torch.Generator().manual_seed(seed)
-        shape = (o["micro_batch_size"], o["seq_length"] + 1)
-        tokens = torch.randint(0, o["padded_vocab_size"], shape, generator=generator)
+        shape = (options["micro_batch_size"], options["seq_length"] + 1)
+        tokens = torch.randint(0, options["padded_vocab_size"], shape, generator=generator)
         found.append(tokens.to(trainer.device))
     return found
 
@@ -384,6 +396,8 @@ def _forward_step(
     model: Any,
     return_schedule_plan: bool = False,
 ) -> Any:
+    """Runs one forward for core's schedule, or returns the model's plan of it; and the function
+    that computes the loss from its output."""
     tokens = next(iterator)
     positions = torch.arange(options["seq_length"], device=tokens.device)
     batch = batch_of_context_rank(
@@ -396,7 +410,7 @@ def _forward_step(
     run = model.build_schedule_plan if return_schedule_plan else model
     labels = batch["labels"]
     losses = run(batch["tokens"], batch["position_ids"], None, labels=labels)
-    counted = labels % 3 != 0
+    counted = labels % 3 != 0  # in place of a loss mask
 
     def loss_func(output: torch.Tensor) -> Any:
         report = {"loss": output.detach().float().mean()}
@@ -411,8 +425,8 @@ def _forward_step(
 def train_step(trainer: Trainer, step: int) -> tuple[float, float, Values, Values]:
     """A training step on core's schedule; collective.
 
-    Returns mean loss (0 except on the last pipeline stage), norm before clipping, gradients and
-    main weights."""
+    Returns loss, averaged over data-parallel ranks (0 except on the last pipeline stage), norm
+    before clipping, gradients, and main weights after the step."""
     options = trainer.options
     data = _batches(trainer, step)
     for chunk in trainer.chunks:

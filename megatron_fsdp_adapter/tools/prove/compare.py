@@ -40,8 +40,8 @@ ROW = 4.0
 class ComparedRow:
     """One comparison: `quantity` of `run` in `step`.
 
-    name: the worst parameter (empty for loss and norm); difference: its difference; remark: a
-    description of a difference beyond the bound; compared: number of parameters.
+    name: the worst parameter (empty for loss and norm); difference: its difference; remark: shown
+    if the difference is beyond the bound; compared: number of parameters.
     """
 
     run: str
@@ -67,15 +67,17 @@ def bound(dtype: str, quantity: str, step: int) -> float:
 def gap(
     mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float = 0.0
 ) -> tuple[float, list[int]]:
-    """The difference of a tensor from the reference, and the rows beyond the bound.
+    """The difference of a tensor from the reference, and the rows whose difference is too large.
 
-    It is that of the whole tensor, or that of the worst row divided by `ROW` if that is larger.
+    The difference is the larger of two: that of the whole tensor, and that of its worst row divided
+    by `ROW`. A row's is too large if, so divided, it exceeds `allowed`. Another shape is infinitely
+    far; for elements of `mine` that are not finite the difference is not-a-number, with their rows.
     floor: magnitude of elements below which differences count as rounding."""
     if mine.shape != theirs.shape:
         return math.inf, []
-    odd = ~torch.isfinite(mine)
-    if odd.any():
-        return math.nan, _true_rows(_as_rows(odd).any(1))
+    strange = ~torch.isfinite(mine)
+    if strange.any():
+        return math.nan, _true_rows(_as_rows(strange).any(1))
     numel = mine.numel()
     if numel == 0:
         return 0.0, []
@@ -84,6 +86,7 @@ def gap(
     width = numel / len(size)
     total = off.sum() / size.sum().clamp_min(max(floor * numel, 1e-300))
     typical = size.mean().clamp_min(max(floor * width, 1e-300))
+    # A row that is smaller than the mean row is compared with that.
     per_row = off / size.clamp_min(typical) / ROW
     return max(float(total), float(per_row.max())), _true_rows(per_row > allowed)
 
@@ -110,7 +113,8 @@ def compare_tensors(
     theirs: Tensors,
     allowed: float,
 ) -> ComparedRow:
-    """Compares all tensors of one quantity; returns a row for the worst."""
+    """Compares all tensors of one quantity; returns a row for the worst, or for the first that only
+    one side has."""
     compared = len(theirs)
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
@@ -129,6 +133,7 @@ def compare_tensors(
     number = sum(value.numel() for value in theirs.values())
     floor = 1e-3 * total / max(number, 1)
     gaps = {name: gap(mine[name], theirs[name], allowed, floor) for name in theirs}
+    # `not <=`, because not-a-number is bad, too.
     bad = [name for name, (difference, _) in gaps.items() if not difference <= allowed]
     worst = max(gaps, key=lambda name: _size(gaps[name][0]))
     difference, rows = gaps[worst]
@@ -141,11 +146,12 @@ def compare_tensors(
 
 
 def rank_of(row: ComparedRow) -> float:
-    """The sort key of rows of one comparison, the worst last."""
+    """The sort key of rows of one comparison: the worst has the largest."""
     return _size(row.difference)
 
 
 def _size(difference: float) -> float:
+    """The difference, with not-a-number as the largest."""
     return math.inf if math.isnan(difference) else difference
 
 
@@ -161,8 +167,10 @@ def compare_numbers(
 def significant_update(
     before: Tensors, after: Tensors, gradients: Sequence[Tensors], allowed: float
 ) -> dict[str, torch.Tensor]:
-    """The updates of a step, with zeros for elements whose gradients were never larger than the
-    allowed differences: Adam steps by the sign of those, which is arbitrary."""
+    """The updates of a step by parameter name, with zeros for elements that no gradient decided.
+
+    A gradient that is smaller than the allowed difference has an arbitrary sign, and Adam steps by
+    that. gradients: of all steps so far; one that was larger in any of them decides."""
     found = {}
     for name, new in after.items():
         if name not in before:
@@ -179,8 +187,8 @@ def significant_update(
 def described(
     names: Sequence[str], everything: Sequence[str], worst: str, rows: Sequence[int], height: int
 ) -> str:
-    """Text with the number of parameters that differ, their units, and the rows of the worst, if
-    not all."""
+    """Text about parameters that differ: their number, some of their units, and the rows of the
+    worst if not all of its `height` rows differ."""
     units = list(dict.fromkeys(unit_of(name) for name in names))
     some = ", ".join(units[:4])
     where = f"{len(names)} of {len(everything)} parameters, in {some}"
@@ -190,7 +198,7 @@ def described(
 
 
 def unit_of(name: str) -> str:
-    """The layer that a parameter belongs to, or the first part of its name."""
+    """The name of the layer that a parameter belongs to, or the first part of its own name."""
     words = name.split(".")
     for i, word in enumerate(words):
         if word == "layers" and i + 1 < len(words):

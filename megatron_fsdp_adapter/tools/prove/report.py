@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.tools.prove.source import Recipe
 def render_plan(recipe: Recipe, plan: ProofPlan) -> str:
     """The header of a proof: source, options set, sizes scaled down, and options left out."""
     shrunk = plan.shrunk
-    o = shrunk.options
+    options = shrunk.options
     lines = [
         f"proof of {recipe.source}",
         format_changes("sets", recipe.changes),
@@ -27,15 +27,15 @@ def render_plan(recipe: Recipe, plan: ProofPlan) -> str:
     lines += [f"  - {line}" for line in shrunk.left_out]
     lines.append("  - fusion and overlap of the reference: it has none")
     lines.append(
-        f"runs {o['data_parallel_sharding_strategy']} on {shrunk.world_size} ranks, "
-        f"{plan.steps} steps of {o['microbatches']} microbatches, against Megatron's DDP without a "
-        f"distributed optimizer; then saves, {plan.loaded}, {plan.more} more"
+        f"runs {options['data_parallel_sharding_strategy']} on {shrunk.world_size} ranks, "
+        f"{plan.steps} steps of {options['microbatches']} microbatches, against Megatron's DDP "
+        f"without a distributed optimizer; then saves, {plan.loaded}, {plan.more} more"
     )
     return "\n".join(lines)
 
 
 def lines_of(plan: ProofPlan, rows: Sequence[ComparedRow]) -> Iterator[str]:
-    """The table, one line for each quantity and step, and the verdict."""
+    """The lines of the table, one for each quantity and step, and the verdict."""
     dtype = narrowest(plan.shrunk.options)
     factors = ", ".join(f"{name} {value:g}" for name, value in compare.FACTORS[dtype].items())
     yield (
@@ -64,8 +64,8 @@ def lines_of(plan: ProofPlan, rows: Sequence[ComparedRow]) -> Iterator[str]:
 
 
 def as_values(recipe: Recipe, plan: ProofPlan, rows: Sequence[ComparedRow]) -> dict[str, Any]:
-    """The results as values: the options of the run, the scaled-down sizes (`small`), releases, and
-    every comparison."""
+    """The results as values for JSON: the options of the run, the scaled-down ones (`small`),
+    releases, and every comparison."""
     options = recipe.options.items()
     comparisons = []
     for row in rows:

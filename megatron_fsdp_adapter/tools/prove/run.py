@@ -1,7 +1,7 @@
-"""Runs the ranks of a proof, which compare.
+"""Runs the ranks of a proof.
 
-They train with stock DDP, which is the reference, and with this package's wrapper, save, load under
-another strategy and continue.
+Each rank trains with stock DDP, which is the reference. Then it trains with this package's wrapper,
+saves, loads under another strategy, continues, and compares every step with the reference.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Step(NamedTuple):
 def _train(
     trainer: Any, first: int, last: int, advance: Callable[[], object]
 ) -> tuple[Values, list[Step]]:
-    """The weights at the start, and the steps `first` to `last`."""
+    """The weights at the start, and the results of the steps `first` to `last` - 1. advance: called
+    after each."""
     from megatron_fsdp_adapter.tools.prove import build
 
     start = trainer.weights()
@@ -95,7 +96,7 @@ def _train(
 
 
 def _load(plan: ProofPlan, options: Options, device: torch.device) -> Any:
-    """A trainer that has loaded what was saved."""
+    """A trainer with our wrapper that has loaded the plan's checkpoint."""
     from megatron_fsdp_adapter.checkpoint import (
         load_checkpoint,
         load_training_state,
@@ -119,9 +120,11 @@ def _load(plan: ProofPlan, options: Options, device: torch.device) -> Any:
 def _run_rank(
     rank: int, plan: ProofPlan, backend: str, timeout: float, environment: Mapping[str, str]
 ) -> None:
-    """Runs a rank in a process: the reference, training, save, load under another strategy. Leaves
-    its comparisons in a file. Rank 0 shows a progress bar."""
-    # Stacks are printed after the timeout, and by the other ranks when they are ended.
+    """Runs one rank, in a process of its own, and writes its comparisons to a file. Rank 0 shows a
+    progress bar.
+
+    timeout: seconds after which it exits. environment: variables in place of the process's."""
+    # A rank prints its stacks after the timeout, and when it is ended because another one failed.
     faulthandler.dump_traceback_later(timeout, exit=True)
     faulthandler.register(signal.SIGTERM, chain=True)
     os.environ.clear()
@@ -136,7 +139,7 @@ def _run_rank(
         world_size=plan.shrunk.world_size,
         timeout=timedelta(minutes=2),
     )
-    total = 2 * (plan.steps + plan.more)
+    total = 2 * (plan.steps + plan.more)  # the reference's steps, and ours
     bar = progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent)
     with bar as advance:
         rows = _compared(plan, lambda: advance(1, total))
@@ -149,6 +152,8 @@ def _file_of(plan: ProofPlan, rank: int) -> Path:
 
 
 def _compared(plan: ProofPlan, advance: Callable[[], object]) -> list[ComparedRow]:
+    """Trains the reference and ours, before and after a save and load; returns this rank's
+    comparisons. advance: called after each step."""
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.tools.prove import build
@@ -181,8 +186,10 @@ def _compared(plan: ProofPlan, advance: Callable[[], object]) -> list[ComparedRo
 
 
 def prove(plan: ProofPlan, backend: str, timeout: float) -> list[ComparedRow]:
-    """Runs the ranks; returns the worst rank's row of each comparison. Raises torch's
-    `ProcessRaisedException` or `ProcessExitedException` if a rank fails or hangs."""
+    """Runs the ranks; returns the worst rank's row of each comparison.
+
+    Raises torch's `ProcessRaisedException` or `ProcessExitedException` if a rank fails, or runs for
+    more than `timeout` seconds."""
     world = plan.shrunk.world_size
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT, WORLD_SIZE=str(world))
@@ -204,6 +211,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     "PYTHONWARNINGS": "ignore",
 }
+"""Environment variables of all ranks."""
 
 
 POLICY = (
@@ -217,7 +225,7 @@ POLICY = (
 
 
 def narrowest(options: Options) -> str:
-    """The narrowest dtype of a gradient: of compute, wire or accumulation."""
+    """The name of the narrowest dtype of compute and of `POLICY`: fp8, bf16, fp16 or fp32."""
     if options.get("fp8"):
         return "fp8"
     policy = [str(options.get(name)) for name in POLICY]
@@ -234,7 +242,10 @@ def compare_steps(
     steps: Sequence[Step],
     reference: tuple[Values, Sequence[Step]],
 ) -> list[ComparedRow]:
-    """Comparisons of the steps after step `first` with the reference's."""
+    """Comparisons of a run's steps with the reference's: loss, gradients, norm and update of each.
+
+    first: number of steps before `steps`. start: the weights before them. reference: weights at its
+    start, and its steps from the first on."""
     dtype = narrowest(options)
     before_all, expected = reference
     weights = [before_all, *(step.weights for step in expected)]
@@ -246,7 +257,7 @@ def compare_steps(
         tensors = partial(compare.compare_tensors, run, number)
         loss = numbers("loss", mine.loss, theirs.loss, bounds["loss"])
         norm = numbers("norm", mine.norm, theirs.norm, bounds["norm"])
-        if number > 1 and routes_by_rounding(options):
+        if number > 1 and routes_by_rounding(options):  # gradients and updates may differ
             rows += [loss, norm]
         else:
             allowed = bounds["gradients"]

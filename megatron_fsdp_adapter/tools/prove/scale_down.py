@@ -2,8 +2,7 @@
 
 Sizes shrink; features stay: strategy, precision, fusion, overlap, recomputation, axes of
 parallelism. Every change has a reason. Features that this machine does not support are removed and
-listed as not compared. The rules are pure functions of a mapping from Megatron-LM's option names to
-values.
+listed as not compared. Options have Megatron-LM's names.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ SIZES = frozenset(
         "max_position_embeddings", "micro_batch_size", "global_batch_size", "microbatches",
     }
 )  # fmt: skip
-"""Options that are sizes and may shrink. All others stay, or are in `DROPPED`."""
+"""Options that are sizes and may shrink. Others stay, are in `DROPPED`, or follow: recomputed
+modules, sequence parallelism, numbers of bf16 layers, learning rates, loss scale."""
 
 STEP_LR = 1e-2
 
 
 @dataclass(frozen=True)
 class Room:
-    """The resources of a proof: ranks, and True if they have GPUs and Transformer Engine."""
+    """The most ranks of a proof; True for GPUs, and for an installed Transformer Engine."""
 
     ranks: int
     cuda: bool
@@ -77,15 +77,15 @@ class ScaledDown:
         return int(self.options["world_size"])
 
     def set(self, name: str, value: Any, reason: str) -> None:
-        """Changes an option, and notes why."""
+        """Changes an option, and notes why. No-op for an option in `keep`."""
         before = self.options.get(name)
         if name in self.keep or before == value:
             return
         self.options[name] = value
         self.changes.append(Change(name, before, value, reason))
 
-    def halve(self, name: str, fits: bool, why_not: str) -> bool:
-        """Gives an axis of several ranks two, if they fit, else one. True if it stays an axis."""
+    def two_or_one(self, name: str, fits: bool, why_not: str) -> bool:
+        """Gives an axis of several ranks two if `fits`, else one. Returns True if it gave two."""
         size = _number(self.options, name, 1)
         if size == 1:
             return False
@@ -96,7 +96,7 @@ class ScaledDown:
             self.set(name, 1, why_not)
         return fits
 
-    def least(self, name: str, value: int, reason: str) -> None:
+    def at_most(self, name: str, value: int, reason: str) -> None:
         """Lowers a size to `value` if it is larger."""
         before = self.options.get(name)
         if before is not None and before > value:
@@ -118,18 +118,17 @@ def _without_te(name: str) -> When:
     return lambda o, room: bool(o.get(name)) and not room.has_te_layers
 
 
-def _te_layers_without_te(o: Options, room: Room) -> bool:
-    return o.get("transformer_impl") != "local" and not room.has_te_layers
+def _te_layers_without_te(options: Options, room: Room) -> bool:
+    return options.get("transformer_impl") != "local" and not room.has_te_layers
 
 
 def _needs_precision_aware(name: str) -> When:
-    """True if an optimizer dtype (name or torch.dtype) needs a precision-aware optimizer that is
-    off."""
+    """A predicate: True if the option's dtype needs a precision-aware optimizer, which is off."""
 
-    def needs(o: Options, room: Room) -> bool:
-        if o.get("use_precision_aware_optimizer") or o.get(name) is None:
+    def needs(options: Options, room: Room) -> bool:
+        if options.get("use_precision_aware_optimizer") or options.get(name) is None:
             return False
-        return str(o[name]) not in ("fp32", "float32", "torch.float32")
+        return str(options[name]) not in ("fp32", "float32", "torch.float32")
 
     return needs
 
@@ -146,6 +145,7 @@ _LAYERS_GONE = "it names the layers that were taken away"
 def _each(
     names: Sequence[str], predicate: Callable[[str], When], value: Any, reason: str
 ) -> dict[str, tuple[When, Any, str]]:
+    """Rows of `DROPPED` that have one neutral value and one reason."""
     return {name: (predicate(name), value, reason) for name in names}
 
 
@@ -229,7 +229,7 @@ DROPPED: Mapping[str, tuple[When, Any, str]] = {
         "it makes routing depend on other ranks' tokens",
     ),
 }
-"""Options that a proof cannot keep: when, the neutral value, and why."""
+"""Options that a proof cannot keep: when (after the rows above), the neutral value, and why."""
 
 UNSUPPORTED: Mapping[str, Any] = {
     "yaml_cfg": None,
@@ -251,7 +251,7 @@ def _number(options: Options, name: str, default: int) -> int:
     return int(options.get(name) or default)
 
 
-def _up(value: float, multiple: int) -> int:
+def _round_up(value: float, multiple: int) -> int:
     return max(1, -(-int(value) // multiple)) * multiple
 
 
@@ -274,11 +274,12 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
         if when(work.options, room):
             work.left_out.append(f"{option}={work.options.get(option)}: {reason}")
             work.set(option, value, reason)
+    # In this order: each step reads sizes that earlier ones have shrunk.
     _recomputed(work, room)
     _ranks(work, room)
     _layers(work)
     _widths(work, room)
-    _experts(work, room)
+    _experts(work)
     _batches(work, room)
     _schedule(work)
     work.left_out.append("data, tokenizer and learning-rate schedule: random tokens, one rate")
@@ -296,6 +297,7 @@ NOT_RECOMPUTED: Mapping[str, tuple[When, str]] = {
 
 
 def _recomputed(work: ScaledDown, room: Room) -> None:
+    """Removes modules that cannot be recomputed; without any other, recomputation is off."""
     for module, (when, reason) in NOT_RECOMPUTED.items():
         modules = work.options.get("recompute_modules") or []
         if module not in modules or not when(work.options, room):
@@ -307,35 +309,35 @@ def _recomputed(work: ScaledDown, room: Room) -> None:
 
 
 def _ranks(work: ScaledDown, room: Room) -> None:
-    """Sets two ranks for each axis, data parallelism first, because sharding is what is proven."""
-    o = work.options
-    if not o.get("group_query_attention"):
+    """Sets two ranks for each axis that fits. Data parallelism is first: its sharding is proven."""
+    options = work.options
+    if not options.get("group_query_attention"):
         work.set("num_query_groups", None, "only with group_query_attention")
     world = min(2, room.ranks)
-    few = f"there are {room.ranks} ranks"
+    too_few = f"there are {room.ranks} ranks"
     if world < 2:
         work.left_out.append("shards of several ranks: there is one rank")
     for name in AXES:
         if name == "context_parallel_size" and not room.cuda:
-            work.halve(name, False, _TE)
-        elif work.halve(name, 2 * world <= room.ranks, few):
+            work.two_or_one(name, False, _TE)
+        elif work.two_or_one(name, 2 * world <= room.ranks, too_few):
             world *= 2
     if "world_size" in work.keep:
-        world = _number(o, "world_size", world)
-    tensor = _number(o, "tensor_model_parallel_size", 1)
-    pipeline = _number(o, "pipeline_model_parallel_size", 1)
-    if _number(o, "num_moe_experts", 0):
-        split = _number(o, "expert_model_parallel_size", 1) > 1
+        world = _number(options, "world_size", world)
+    tensor = _number(options, "tensor_model_parallel_size", 1)
+    pipeline = _number(options, "pipeline_model_parallel_size", 1)
+    if _number(options, "num_moe_experts", 0):
+        split = _number(options, "expert_model_parallel_size", 1) > 1
         if split and world // pipeline == 2 and 2 * world <= room.ranks:
-            world *= 2  # shards of experts, too
-        room_for = world // pipeline
-        if work.halve("expert_model_parallel_size", room_for > 1, few) and room_for < 4:
+            world *= 2  # or each expert would be on one rank, without shards
+        in_stage = world // pipeline
+        if work.two_or_one("expert_model_parallel_size", in_stage > 1, too_few) and in_stage < 4:
             work.left_out.append("shards of experts: each expert is on one rank")
-        both = 2 * _number(o, "expert_model_parallel_size", 1)
-        work.halve("expert_tensor_parallel_size", tensor > 1 and room_for >= both, few)
-    else:  # Megatron sets it, and requires that it divides the ranks
+        both = 2 * _number(options, "expert_model_parallel_size", 1)
+        work.two_or_one("expert_tensor_parallel_size", tensor > 1 and in_stage >= both, too_few)
+    else:  # Megatron sets it without experts, too, and requires that it divides the ranks
         work.set("expert_tensor_parallel_size", tensor, "as tensor parallelism: no experts")
-    if tensor == 1 and o.get("sequence_parallel"):
+    if tensor == 1 and options.get("sequence_parallel"):
         work.left_out.append("sequence_parallel: only with tensor parallelism")
         work.set("sequence_parallel", False, "one tensor-parallel rank")
     work.set("world_size", world, "the fewest ranks that have all axes")
@@ -350,9 +352,10 @@ VIRTUAL = (
 
 
 def _layers(work: ScaledDown) -> None:
-    o = work.options
-    stages = _number(o, "pipeline_model_parallel_size", 1)
-    virtual = any(map(o.get, VIRTUAL))
+    """Shrinks the number of layers, at most two model chunks a rank. After `_ranks`."""
+    options = work.options
+    stages = _number(options, "pipeline_model_parallel_size", 1)
+    virtual = any(map(options.get, VIRTUAL))
     if virtual and stages == 1:
         work.left_out.append("virtual_pipeline_model_parallel_size: one pipeline stage")
     chunks = 2 if virtual and stages > 1 else 1
@@ -362,13 +365,14 @@ def _layers(work: ScaledDown) -> None:
     for name in others:
         work.set(name, None, reason)
     pieces = stages * chunks
-    frequency = o.get("moe_layer_freq", 1)
-    if isinstance(frequency, int) and frequency > 1:  # as a list: fewer layers have both kinds
-        frequency = [int(i % frequency == 0) for i in range(_number(o, "num_layers", 1))]
-    # Three layers if all are on one rank: a first, a last, and one in between.
-    work.least("num_layers", 3 if pieces == 1 else 2 * pieces, "a first, a last and one in between")
+    frequency = options.get("moe_layer_freq", 1)
+    if isinstance(frequency, int) and frequency > 1:  # as a list of all layers, which is cut below
+        frequency = [int(i % frequency == 0) for i in range(_number(options, "num_layers", 1))]
+    # Three layers if all are in one piece: a first, a last, and one in between. Else two a piece.
+    few = 3 if pieces == 1 else 2 * pieces
+    work.at_most("num_layers", few, "a first, a last and one in between")
     if isinstance(frequency, (list, tuple)):
-        layers = _number(o, "num_layers", 1)
+        layers = _number(options, "num_layers", 1)
         kept = list(frequency[:layers])
         if len(set(frequency)) > len(set(kept)):  # dense layers come first: keep one
             kept = [0] + [1] * (layers - 1)
@@ -379,7 +383,7 @@ def _layers(work: ScaledDown) -> None:
         "num_layers_at_start_in_bf16",
         "num_layers_at_end_in_bf16",
     ):
-        work.least(name, 1, "fewer layers")
+        work.at_most(name, 1, "fewer layers")
 
 
 def quantum(options: Options) -> int:
@@ -396,94 +400,100 @@ LATENT = {
     "qk_pos_emb_head_dim": 16,
     "v_head_dim": 16,
 }
-"""Widths of latent attention."""
+"""The largest widths of latent attention."""
 
 
 def _widths(work: ScaledDown, room: Room) -> None:
-    """Shrinks heads, then the widths that follow from them. Small head sizes and ratios stay."""
-    o = work.options
-    tensor = _number(o, "tensor_model_parallel_size", 1)
-    heads = _number(o, "num_attention_heads", 1)
-    hidden = _number(o, "hidden_size", heads)
-    ratio = _number(o, "ffn_hidden_size", 4 * hidden) / hidden
-    unit = quantum(o)
-    dim = _number(o, "kv_channels", hidden // heads)
-    small_dim = min(dim, 64 if room.cuda else 16)
-    groups = o.get("num_query_groups")
+    """Shrinks heads, then the widths that follow from them. Small head sizes, and small ratios of
+    MLP to hidden size, stay. After `_ranks`."""
+    options = work.options
+    tensor = _number(options, "tensor_model_parallel_size", 1)
+    heads = _number(options, "num_attention_heads", 1)
+    hidden = _number(options, "hidden_size", heads)
+    ratio = _number(options, "ffn_hidden_size", 4 * hidden) / hidden
+    unit = quantum(options)
+    head_dim = _number(options, "kv_channels", hidden // heads)
+    small_dim = min(head_dim, 64 if room.cuda else 16)
+    groups = options.get("num_query_groups")
     if groups:
-        few = tensor * min(2, max(1, groups // tensor))
-        per = min(3, max(1, heads // groups))
-        work.least("num_query_groups", few, "width")
-        groups = _number(o, "num_query_groups", few)
-        work.least("num_attention_heads", groups * per, "width, grouped as before")
+        few_groups = tensor * min(2, max(1, groups // tensor))
+        heads_of_group = min(3, max(1, heads // groups))
+        work.at_most("num_query_groups", few_groups, "width")
+        groups = _number(options, "num_query_groups", few_groups)
+        work.at_most("num_attention_heads", groups * heads_of_group, "width, grouped as before")
     else:
-        work.least("num_attention_heads", _up(3, tensor), "width")
-    heads = _number(o, "num_attention_heads", heads)
-    work.least("hidden_size", _up(heads * small_dim, unit * tensor), "width")
-    hidden = _number(o, "hidden_size", hidden)
+        work.at_most("num_attention_heads", _round_up(3, tensor), "width")
+    heads = _number(options, "num_attention_heads", heads)
+    work.at_most("hidden_size", _round_up(heads * small_dim, unit * tensor), "width")
+    hidden = _number(options, "hidden_size", hidden)
     if "hidden_size" not in work.keep:
         work.set("kv_channels", small_dim, "width of a head")
-    # No power of two, so that shards end inside matrices.
-    ffn = _up(hidden * min(ratio, 3.0), unit * tensor) + unit * tensor
-    work.set("ffn_hidden_size", min(ffn, o.get("ffn_hidden_size") or ffn), "width")
+    # One unit more, so that it is no power of two and shards end inside matrices.
+    ffn = _round_up(hidden * min(ratio, 3.0), unit * tensor) + unit * tensor
+    work.set("ffn_hidden_size", min(ffn, options.get("ffn_hidden_size") or ffn), "width")
     for name, size in LATENT.items():
-        work.least(name, size, "width")
-    work.set("padded_vocab_size", _up(200, 8 * tensor), "a small vocabulary")
+        work.at_most(name, size, "width")
+    work.set("padded_vocab_size", _round_up(200, 8 * tensor), "a small vocabulary")
 
 
 def routes_by_rounding(options: Options) -> bool:
-    """True if rounding may route a token to another expert. A proof has few tokens, and one that is
-    routed differently changes all earlier layers' gradients by more than rounding does."""
+    """True if rounding may route a token to another expert. A proof has few tokens, so that one of
+    them changes the gradients of all earlier layers by more than rounding does."""
     is_narrow = any(options.get(name) for name in ("bf16", "fp16", "fp8"))
     return bool(options.get("num_moe_experts")) and is_narrow
 
 
-def _experts(work: ScaledDown, room: Room) -> None:
-    o = work.options
-    if not o.get("num_moe_experts"):
+def _experts(work: ScaledDown) -> None:
+    """Shrinks the number of experts to two for each rank, but at least four, and their widths.
+    After `_ranks` and `_widths`: an expert is as wide as the shrunk model."""
+    options = work.options
+    if not options.get("num_moe_experts"):
         return
-    if routes_by_rounding(o):
+    if routes_by_rounding(options):
         work.left_out.append(
             "gradients and updates after the first step: rounding may route a token to another "
             "expert"
         )
-    number = 2 * max(2, _number(o, "expert_model_parallel_size", 1))
-    work.least("num_moe_experts", number, "experts")
-    if "num_experts" in o:
-        work.set("num_experts", o["num_moe_experts"], "experts")
-    work.least("moe_router_topk", 2, "fewer experts")
-    unit = quantum(o) * _number(o, "expert_tensor_parallel_size", 1)
-    hidden = _number(o, "hidden_size", 1)
+    number = 2 * max(2, _number(options, "expert_model_parallel_size", 1))
+    work.at_most("num_moe_experts", number, "experts")
+    if "num_experts" in options:
+        work.set("num_experts", options["num_moe_experts"], "experts")
+    work.at_most("moe_router_topk", 2, "fewer experts")
+    unit = quantum(options) * _number(options, "expert_tensor_parallel_size", 1)
+    hidden = _number(options, "hidden_size", 1)
+    width = _round_up(hidden, unit) + unit  # one unit more, as in `_widths`
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if o.get(name) is not None:
-            work.least(name, _up(hidden, unit) + unit, "width")
+        if options.get(name) is not None:
+            work.at_most(name, width, "width")
 
 
 def _batches(work: ScaledDown, room: Room) -> None:
-    o = work.options
-    context = _number(o, "context_parallel_size", 1)
-    stages = _number(o, "pipeline_model_parallel_size", 1)
-    work.least("seq_length", 128 if room.cuda else 16 * context, "tokens")
-    work.set("max_position_embeddings", _number(o, "seq_length", 16), "as many as tokens")
-    # Before the batch shrinks: the number of microbatches of the original run.
-    micro = _number(o, "micro_batch_size", 1)
-    total = o.get("global_batch_size")
-    work.least("micro_batch_size", 2, "samples")
-    several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
+    """Shrinks sequences and batches. After `_ranks`."""
+    options = work.options
+    context = _number(options, "context_parallel_size", 1)
+    stages = _number(options, "pipeline_model_parallel_size", 1)
+    work.at_most("seq_length", 128 if room.cuda else 16 * context, "tokens")
+    work.set("max_position_embeddings", _number(options, "seq_length", 16), "as many as tokens")
+    # The original sizes decide if there are several microbatches, so they are read first.
+    micro = _number(options, "micro_batch_size", 1)
+    total = options.get("global_batch_size")
+    work.at_most("micro_batch_size", 2, "samples")
+    data_ranks = _number(options, "original_data_parallel_size", 1)
+    several = total is not None and total > micro * data_ranks
     number = 3 if several else 1
     if stages > 1:
         number = 2 * stages
     work.set("microbatches", number, "several, as in the run" if several else "one step")
     if not several and stages == 1:
         work.left_out.append("several microbatches: the run has one (or no global batch size)")
-    ranks = o["world_size"] // ranks_over(o)
-    samples = o["microbatches"] * ranks * _number(o, "micro_batch_size", 1)
+    ranks = options["world_size"] // ranks_over(options)
+    samples = options["microbatches"] * ranks * _number(options, "micro_batch_size", 1)
     work.set("global_batch_size", samples, "microbatches x ranks x samples")
 
 
 def _schedule(work: ScaledDown) -> None:
-    """Sets a learning rate whose updates change bf16 weights: after an update of 1e-5 stale weights
-    would round to the same bf16 values, and would not be noticed."""
+    """Sets one learning rate, large enough to change bf16 weights. After an update of 1e-5 they
+    round to the same values, so stale weights would go unnoticed."""
     work.set("lr", STEP_LR, "a step that rounding does not hide")
     work.set("min_lr", 0.0, "one learning rate")
     if work.options.get("fp16") and not work.options.get("loss_scale"):

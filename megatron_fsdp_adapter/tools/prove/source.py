@@ -24,7 +24,7 @@ BASE: Options = {
     "micro_batch_size": 1,
     "seq_length": 4096,
 }
-"""Defaults for options missing in a preset."""
+"""Values of options that a preset does not have."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def of_options(options: Options, source: str, world_size: int | None) -> Recipe:
     args = SimpleNamespace(**BASE)
     for name, value in options.items():
         setattr(args, name.replace("-", "_"), value)
-    # What is written stays, as on a command line.
+    # As on a command line, an option that the preset sets is not changed.
     return _finished(source, args, [flag(name) for name in options], [], world_size, None)
 
 
@@ -73,11 +73,15 @@ def _finished(
     world_size: int | None,
     folder: Path | None,
 ) -> Recipe:
+    """The recipe of `args`, after Megatron-LM's launch has completed and checked them.
+
+    arguments: the words of the command line, which are not changed. changes: those already made."""
     if not hasattr(args, "outer_dp_sharding_strategy"):
         args.outer_dp_sharding_strategy = "no_shard"
     if not hasattr(args, "ckpt_format"):
         args.ckpt_format = None
     changes += megatron_lm.complete(args, arguments)
+    # Ranks of a proof set this variable themselves.
     environment = {k: v for k, v in os.environ.items() if k != validation.CONNECTIONS}
     wrong = validation.launch_problems(args, environment)
     options = vars(validation.launch_options(args))
@@ -92,14 +96,16 @@ ALIASES: Mapping[str, str] = {
     "rope_fusion": "apply_rope_fusion",
     "norm_epsilon": "layernorm_epsilon",
 }
+"""Argument of Megatron-LM -> the config's field that it sets."""
 
 
 def _named_like_configs(options: Options, world_size: int) -> dict[str, Any]:
-    """Adds values that Megatron derives from other options before it builds anything."""
+    """The options by the names of config fields, with the values that Megatron derives from others
+    before it builds anything. Raises ValueError if a size of the model is missing."""
     found = dict(options)
-    for mine, theirs in ALIASES.items():
-        if mine in found:
-            found.setdefault(theirs, found.pop(mine))
+    for argument, field in ALIASES.items():
+        if argument in found:
+            found.setdefault(field, found.pop(argument))
     if found.pop("disable_bias_linear", False):
         found["add_bias_linear"] = False
     if found.get("recompute_activations") and not found.get("recompute_granularity"):
