@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Public name -> the module that defines it.
 _HOMES = {
     "DistributedDataParallelConfig": "megatron.options.ddp_config",
     "FullyShardedDataParallel": "megatron.wrapper.adapter",

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "finds the fastest configurations for a number of GPUs",
     "verify": "checks that a checkpoint is undamaged",
 }
-"""Command, a module of `cli` -> what it does."""
+"""Command, which is a module of `tools/cli` -> a line about it."""
 COMMAND_LINES = "\n".join(f"  {name:<10} {does}" for name, does in COMMANDS.items())
 USAGE = f"""\
 usage: megatron-fsdp-adapter COMMAND ...
@@ -39,7 +39,8 @@ Exit status: that of the command or script; 2 for bad arguments."""
 
 
 def _command(argv: list[str]) -> int:
-    """Runs a command; if `head` or `less` has closed the pipe, ends with the status of SIGPIPE."""
+    """Runs a command; returns its status, or that of SIGPIPE if `head` or `less` has closed the
+    pipe."""
     if not sys.warnoptions:
         # Warnings about packages that Megatron lacks and commands do not need, and about a single
         # process.
@@ -53,7 +54,7 @@ def _command(argv: list[str]) -> int:
     except BrokenPipeError:
         if not _is_closed(sys.stdout.fileno()):
             raise
-        # Python writes buffered output once more at exit.
+        # Python writes buffered output once more at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -66,8 +67,8 @@ def _is_closed(pipe: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command, or a script with the wrapper installed; else prints the usage and returns
-    2. argv: default: the arguments of this process."""
+    """Runs a command, or a script with the wrapper installed; returns its status. Anything else
+    prints the usage and returns 2. argv: default: the arguments of this process."""
     if argv is None:
         argv = sys.argv[1:]
     if argv and argv[0] in COMMANDS:

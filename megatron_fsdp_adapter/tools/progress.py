@@ -14,8 +14,10 @@ DELAY = 1.0
 
 @contextlib.contextmanager
 def progress_bar(title: str, unit: str = "B") -> Iterator[Progress]:
-    """A function that advances a bar, which appears after `DELAY` and is removed at the end of the
-    block. No-op if stderr is not a terminal."""
+    """Shows a progress bar on stderr during a block; gives the function that advances it.
+
+    The bar appears after `DELAY`, and is removed at the end. None appears if stderr is not a
+    terminal. unit: "B" for bytes, else a noun."""
     if not sys.stderr.isatty():
         yield silent
         return

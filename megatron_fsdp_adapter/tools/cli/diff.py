@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.tools.inspection import diff
 from .output import Report, answer, base_parser
 
 SHOWN = 20
+"""Most lines of each kind."""
 TITLES = {
     "only_a": "only in A",
     "only_b": "only in B",
@@ -55,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render(found: Report) -> str:
-    """The difference as text, with some lines of each kind, and the verdict."""
+    """The differences as text, at most `SHOWN` lines of each kind, and the verdict."""
     lines = list(_lines(found))
     lines.append("diff: they differ (above)" if lines else "diff: the same")
     return "\n".join(lines)
@@ -74,6 +75,7 @@ def _lines(found: Report) -> Iterator[str]:
 
 
 def _value_text(row: dict[str, Any]) -> str:
+    """The line of a tensor whose values differ."""
     return (
         f"{row['key']}: {row['differing']} of {row['elements']} elements, "
         f"by at most {row['largest']:.3g}"

@@ -49,7 +49,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, dict[str, Any]]:
-    """Installed releases; `tested` is True if the tests run with them."""
+    """Package -> its installed version, and `tested`: True if the tests run with it."""
     found: dict[str, dict[str, Any]] = {}
     for name in PACKAGES:
         try:
@@ -102,7 +102,7 @@ def configuration(given: argparse.Namespace) -> Report | None:
 
 
 def examine(given: argparse.Namespace) -> Report:
-    """The whole report, of plain values. Raises ValueError for bad input."""
+    """This process's whole report, of plain values. Raises ValueError for bad input."""
     if given.world_size is not None and given.world_size < 1:
         raise ValueError(f"--world-size {given.world_size}: must be at least 1.")
     report = {
@@ -110,7 +110,7 @@ def examine(given: argparse.Namespace) -> Report:
         "machine": machine.capabilities(),
         "environment": machine.harmful_variables(os.environ),
     }
-    # First: the script's folder must be on the path before any import of megatron.
+    # Before `bindings`, which imports megatron: the script's folder must be on the path by then.
     found = configuration(given)
     report["bindings"] = bindings()
     if found is not None:
@@ -120,7 +120,7 @@ def examine(given: argparse.Namespace) -> Report:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all ranks. Collective."""
+    """The values of all ranks, in order. Collective; makes a process group for it."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
         everyone = dist.distributed_c10d._get_default_group()
@@ -130,16 +130,16 @@ def gathered(value: Any) -> list[Any]:
 
 
 def examine_together(given: argparse.Namespace) -> Report:
-    """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
-    input of any rank. Collective."""
+    """The first rank's report with a comparison of all ranks, on every rank. Raises ValueError on
+    every rank if one has bad input. Collective."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         own: Report | str = examine(given)
     except (ValueError, OSError) as error:
-        own = str(error)
-    every = gathered((own, nodes.node(), nodes.variables(os.environ)))
-    reports, places, variables = zip(*every, strict=True)
+        own = str(error)  # raised below, after the collective, on all ranks
+    of_ranks = gathered((own, nodes.node(), nodes.variables(os.environ)))
+    reports, places, variables = zip(*of_ranks, strict=True)
     for found in reports:
         if isinstance(found, str):
             raise ValueError(found)
@@ -253,8 +253,8 @@ def main(argv: Sequence[str]) -> int:
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        looked = examine_together if launched else examine
-        found = answer(given, "doctor", lambda _: looked(given), render)
+        examined = examine_together if launched else examine
+        found = answer(given, "doctor", lambda _: examined(given), render)
     if found is None:
         return 2
     return 1 if problems(found) else 0

@@ -50,7 +50,7 @@ from .precision_options import (
     precision,
 )
 
-EXPERTS = "expert_model_parallel_size"
+EXPERT_RANKS = "expert_model_parallel_size"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -72,7 +72,7 @@ RUN: Flags = {
         "metavar": "N",
         "help": "shards; default: %(default)s",
     },
-    EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
+    EXPERT_RANKS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
     "data_parallel_sharding_strategy": {
         "choices": list(STRATEGIES),
         "help": "the strategy; default: all of them",
@@ -124,7 +124,8 @@ def estimate(
     rank: int | None = None,
     memory_gib: float | None = None,
 ) -> Report:
-    """The report as plain values. rank: default: the one that holds most."""
+    """The numbers of the report, as plain values. rank: default: the one that holds most.
+    memory_gib: memory of a GPU, to tell if the peak fits; default: not told."""
     if rank is None:
         rank = model.fullest_rank
     found_by_strategy: dict[str, Any] = {}
@@ -153,6 +154,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
+    """The compute dtype that the options name. Without one it is fp32, Megatron's default, for a
+    preset file, and bf16 for flags. Raises ValueError if two are named."""
     if "params_dtype" in options:
         return str(options["params_dtype"])
     named = [name for name in ("bf16", "fp16") if options.get(name)]
@@ -166,6 +169,7 @@ def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
 
 
 def _check(given: argparse.Namespace) -> None:
+    """Raises ValueError for a number outside its range."""
     size = given.data_parallel_size
     rank = given.rank
     memory = given.memory_gib
@@ -191,7 +195,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> Report:
-    """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
+    """The whole report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     values = vars(given)
     options = options_from(values)
@@ -207,10 +211,10 @@ def run(given: argparse.Namespace) -> Report:
     quantized = quantization(options, dtype)
     spec = from_options(options, name_of(values))
     size = given.data_parallel_size
-    parallel = Parallel(expert=options.get(EXPERTS) or 1)
+    parallel = Parallel(expert=options.get(EXPERT_RANKS) or 1)
     if size % parallel.expert or (spec.num_experts or 1) % parallel.expert:
         raise ValueError(
-            f"{flag(EXPERTS)} {parallel.expert}: must divide --data-parallel-size {size} and "
+            f"{flag(EXPERT_RANKS)} {parallel.expert}: must divide --data-parallel-size {size} and "
             f"--num-experts {spec.num_experts}"
         )
     numel = unit_grouping.unit_numel(given, given, layer_numels(spec, parallel))

@@ -35,6 +35,7 @@ def render(report: Report, memory_gib: float | None) -> str:
 def _strategy_rows(
     strategies: Mapping[str, Any], memory_gib: float | None
 ) -> list[tuple[str, ...]]:
+    """The rows of the table: a column for each strategy, after the kind of memory and its life."""
     found = list(strategies.values())
     rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
     by_kind = [entry["bytes"] for entry in found]

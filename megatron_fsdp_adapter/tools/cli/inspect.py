@@ -41,22 +41,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _row(entry: dict[str, Any]) -> str:
+    """The line of a key."""
     shape = entry["shape"]
     size = size_text(entry["nbytes"])
-    of = "object"
+    extent = "object"
     if shape is not None:
-        of = "x".join(map(str, shape)) or "scalar"
+        extent = "x".join(map(str, shape)) or "scalar"
     pieces = ""
     if entry["pieces"] != 1:
         pieces = f"{entry['pieces']} chunks"
-    return f"  {entry['key']:<90} {of:<18} {entry['dtype'] or '':<9} {size:>10}  {pieces}".rstrip()
+    dtype = entry["dtype"] or ""
+    return f"  {entry['key']:<90} {extent:<18} {dtype:<9} {size:>10}  {pieces}".rstrip()
 
 
 def _lines(found: Report, keys: bool, match: str) -> Iterator[str]:
-    where = ""
+    """The lines of the report. keys: True lists keys, but only those that contain `match`."""
+    iteration = ""
     if found["iteration"] is not None:
-        where = f", iteration {found['iteration']}"
-    yield f"{found['folder']}: {found['format']}{where}"
+        iteration = f", iteration {found['iteration']}"
+    yield f"{found['folder']}: {found['format']}{iteration}"
     for title, values in (("saved by", found["saved_by"]), ("model", found["model"])):
         if values:
             yield title
@@ -70,7 +73,7 @@ def _lines(found: Report, keys: bool, match: str) -> Iterator[str]:
         return
     yield "keys"
     for entry in found["entries"]:
-        # Options of parameter groups are objects, some of each weight.
+        # Options of parameter groups are not listed: objects, of which each weight has several.
         is_option = entry["part"] == OPTIMIZER and entry["shape"] is None
         if match in entry["key"] and not is_option:
             yield _row(entry)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.megatron.options.validation import CONNECTIONS
 
 OFF = ("", "0", "FALSE", "OFF", "N")
+"""Values, in capitals, that switch a variable off."""
 
 VARIABLES: Mapping[str, tuple[str | None, str]] = {
     CONNECTIONS: ("1", "one hardware queue: communication waits for compute; rejected"),
@@ -49,7 +50,8 @@ def device() -> torch.device:
 
 
 def capabilities() -> dict[str, Any]:
-    """Python, network, devices, driver, CUDA and NCCL; without a GPU no more than the first two."""
+    """Python, backends, network, devices, driver, CUDA and NCCL. Without a GPU it has the first
+    three, and a remark in place of the devices."""
     found: dict[str, Any] = {
         "Python": platform.python_version(),
         "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)],

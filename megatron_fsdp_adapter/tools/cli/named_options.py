@@ -23,8 +23,8 @@ ARGUMENTS = (
 
 
 def known_options() -> set[str]:
-    """Names valid for `--set`: config fields of the installed megatron-core, and arguments of
-    Megatron-LM that are read here. Empty without megatron-core."""
+    """Names valid for `--set`: fields of the configs of the installed megatron-core and of ours,
+    and arguments of Megatron-LM that are read here. Empty without megatron-core."""
     try:
         from megatron_fsdp_adapter.megatron.compat import core_api
         from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
@@ -47,7 +47,8 @@ def known_options() -> set[str]:
 
 
 def named_options(given: Sequence[str]) -> dict[str, Any]:
-    """Options of `--set` by name. Raises ValueError for unknown names."""
+    """Options of `--set` by name. Raises ValueError for unknown names, missing values, and sizes
+    that are not above 0. Without megatron-core every name is accepted."""
     chosen = dict(map(_assignment, given))
     known = known_options()
     wrong = []
@@ -62,7 +63,8 @@ def named_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _remedy(name: str, known: set[str]) -> str:
-    """A remedy for an unknown name: one of the shortest names that contain it, or alike."""
+    """A remedy for an unknown name: the shortest known names that contain it, else similar ones,
+    two at most."""
     longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
     near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
     if near:
@@ -71,6 +73,8 @@ def _remedy(name: str, known: set[str]) -> str:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
+    """Name and value of `option=value`. The value is a Python literal, the name of a dtype, or else
+    text. Raises ValueError without a value."""
     name, separator, value = text.partition("=")
     name = name.removeprefix("--").replace("-", "_")
     if not separator:
@@ -82,9 +86,11 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def optimizer_options() -> dict[str, Any]:
-    """Defaults of options of release-dependent optimizers, from the installed megatron-core.
+    """Defaults of the options of optimizers that only some releases have, from the installed
+    megatron-core.
 
-    Rules use these names to detect what Megatron-LM supports; its arguments have the same names."""
+    From these names rules tell which optimizers Megatron-LM supports; its arguments have the same
+    names."""
     try:
         from megatron_fsdp_adapter.megatron.compat import core_api
     except ModuleNotFoundError:  # no megatron-core, which `bindings` reports

@@ -44,8 +44,8 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list[str]:
-    """A line for each name whose value is not the same on all ranks: that of most ranks, and the
-    first rank with each other one. rows, nodes: of each rank."""
+    """A line for each name whose value is not the same on all ranks: the value of most ranks, and
+    each other value with the first rank that has it. rows: values of each rank; nodes: its node."""
     lines = []
     for name in dict.fromkeys(itertools.chain(*rows)):
         values = [row.get(name, "absent") for row in rows]
@@ -61,7 +61,7 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
 
 
 def lines_of(found: Report) -> list[str]:
-    """The text of what the ranks are together."""
+    """The report's lines about all ranks: how many there are, and where they differ."""
     nodes = found["nodes"]
     lines = [f"ranks: {len(nodes)}, nodes: {len(set(nodes))}"]
     for name in ("differ", "variables differ"):

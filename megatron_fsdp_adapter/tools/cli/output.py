@@ -59,8 +59,11 @@ def answer(
     plain: Callable[[T], Any] = lambda found: found,
     unit: str = "B",
 ) -> T | None:
-    """Prints what `values` found, as JSON (of `plain`) or text, and returns it; None for bad input,
-    which is a line on stderr. `values` gets what advances a progress bar of `unit`."""
+    """Prints the findings of a command and returns them; for bad input prints a line on stderr and
+    returns None.
+
+    values: finds them; its argument advances a progress bar of `unit`. It raises ValueError or
+    OSError for bad input. render: makes the text. plain: makes the values for `--json`."""
     try:
         with progress_bar(command, unit) as advance:
             found = values(advance)
@@ -82,10 +85,10 @@ def _text(value: Any) -> str:
 def size_text(nbytes: int) -> str:
     """A readable size, in powers of 1024."""
     value = float(nbytes)
-    larger = ["KiB", "MiB", "GiB", "TiB"]
+    larger_units = ["KiB", "MiB", "GiB", "TiB"]
     if value < 1024:
         return f"{value:.0f} B"
-    while value >= 1024 and larger:
+    while value >= 1024 and larger_units:
         value /= 1024
-        unit = larger.pop(0)
+        unit = larger_units.pop(0)
     return f"{value:.1f} {unit}"

@@ -43,6 +43,7 @@ FIXED = {
 
 
 def _fixing(field: str, kind: type) -> dict[str, Any]:
+    """The arguments of `add_argument` for an option of `FIXED`."""
     return {
         "type": kind,
         "choices": list(STRATEGIES) if field == "strategy" else None,

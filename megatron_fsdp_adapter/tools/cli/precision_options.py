@@ -35,7 +35,7 @@ SWITCHES = {
 
 EMBEDDINGS = ("embedding", "output_layer")
 MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
-"""Matrices that Adam updates in a run with Muon."""
+"""Modules whose matrices Adam updates in a run with Muon."""
 
 
 def is_muons(spec: ParamSpec) -> bool:
@@ -58,14 +58,14 @@ MOMENTS: Mapping[str, Moments] = {
     "muon": (is_muons, 1),
     "lion": (is_lions, 1),
 }
-"""`optimizer` -> moments of the weights that Adam does not update."""
+"""Value of `optimizer` -> the weights that Adam does not update, and their number of moments."""
 
 
 def precision(given: Mapping[str, Any]) -> Precision:
     """The `Precision` of the options, with a training run's defaults."""
     dtypes = []
-    for option, unset in zip(POLICY_OPTIONS, ("fp32", "none", "none"), strict=True):
-        dtypes.append(POLICY_DTYPES[given.get(option, unset)])
+    for option, default in zip(POLICY_OPTIONS, ("fp32", "none", "none"), strict=True):
+        dtypes.append(POLICY_DTYPES[given.get(option, default)])
     policy = MixedPrecisionPolicy(*dtypes)
     offloads = ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
     return Precision(

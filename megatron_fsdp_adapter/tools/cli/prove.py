@@ -49,7 +49,8 @@ OPTIONS: sources.Flags = {
 
 
 def this_room(asked: int | None) -> Room:
-    """The resources of this machine."""
+    """The resources of this machine for a proof. asked: ranks, default: one for each GPU, or
+    `GLOO_RANKS`. Raises ValueError for more ranks than GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_te = importlib.util.find_spec("transformer_engine") is not None
     ranks = gpus or GLOO_RANKS
@@ -61,7 +62,8 @@ def this_room(asked: int | None) -> Room:
 
 
 def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
-    """The run to prove. Raises ValueError or FileNotFoundError if there is none."""
+    """The run to prove: that of the script, or of the files and `settings`. Raises ValueError or
+    FileNotFoundError if there is none, or both are given."""
     files = {name: getattr(given, name) for name in sources.FILES if getattr(given, name)}
     if given.script is not None:
         if files or settings:
@@ -79,7 +81,8 @@ def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> sourc
 
 
 def main(given: argparse.Namespace) -> int:
-    """Proves and prints. Returns the exit status."""
+    """Proves and prints the result. Returns 0 if all is proven, 1 if something differs or a rank
+    fails, 2 if it cannot be proven."""
     try:
         if given.steps < 1 or given.more < 1:
             raise ValueError(f"--steps {given.steps}, --more {given.more}: at least 1 each")

@@ -10,7 +10,7 @@ LIKENESS = 0.75
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
-    """One line: `given` is unknown, and which of the known ones may be meant. kind: "option",
+    """The line that says that `given` is unknown, and which known one may be meant. kind: "option",
     "argument" or "command"."""
     near = difflib.get_close_matches(given, list(known), n=1, cutoff=LIKENESS)
     suggestion = f". Did you mean `{near[0]}`?" if near else ""

@@ -25,7 +25,7 @@ _SHOWN = 20
 
 
 def examine(folder: Path, jobs: int = 1, progress: digests.Progress = digests.silent) -> Report:
-    """Checks a folder; returns the report as plain values.
+    """Checks a folder; returns the report as plain values. jobs: files that are read at once.
 
     Raises ValueError if the folder has no digests, or damaged ones.
     """
