@@ -55,11 +55,10 @@ class FusedAdamStep:
     ) -> None:
         self._original = original
         self._kernel = kernel
-        # The tables, by stream, addresses of weights and sizes, with all addresses that they have.
+        # By stream, addresses of weights, and sizes: the table, with all addresses that it has.
         self.known: dict[Any, tuple[Addresses, TensorTable]] = {}
         self._chunks = functools.lru_cache(MOST_TABLES)(chunks_on)
-        # One float32 on the device that gradients are multiplied by in the calls that follow; None
-        # for nothing.
+        # One float32 on the device that the next calls multiply gradients by; None if none is.
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -96,25 +95,26 @@ class FusedAdamStep:
         )
         kernel(self._table_of(lists), lists, update)
         if self.clip is not None and self.clip.is_cuda:
-            self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
+            self.clip.record_stream(torch.cuda.current_stream())  # freed before the kernel ran
 
     def _table_of(self, lists: Lists) -> TensorTable:
-        """Made again when an address has changed: one table for the same weights."""
+        """The table of these tensors. Each set of weights has one, which is made again when another
+        address has changed."""
         addresses, sizes, device, stream = places_of(lists)
-        place = stream, addresses[WEIGHTS], sizes
-        known = self.known.get(place)
+        key = stream, addresses[WEIGHTS], sizes
+        known = self.known.get(key)
         if known is not None and known[0] == addresses:
             return known[1]
         table = table_of(self._chunks, addresses, sizes, device, stream)
         if len(self.known) >= MOST_TABLES:
             self.known.clear()
-        self.known[place] = addresses, table
+        self.known[key] = addresses, table
         return table
 
 
 def install(optimizer: Any) -> FusedAdamStep | None:
-    """Puts the kernel into a FusedAdam; None for any other optimizer. It is tried when the first
-    step is taken."""
+    """Puts the kernel into a FusedAdam, and returns what stands there now; None for any other
+    optimizer. The kernel is tried in the first step."""
     original = getattr(optimizer, FUNCTION, None)
     if original is None:
         return None
@@ -124,8 +124,8 @@ def install(optimizer: Any) -> FusedAdamStep | None:
 
 
 def _check(kernel: UpdateKernel, device: torch.device) -> None:
-    """Against torch in float64: a compiler that breaks the kernel would break training
-    silently.
+    """Compares a step of the kernel with torch in float64: a compiler that breaks the kernel would
+    break training silently.
 
     Raises:
         ArithmeticError: a weight or a moment differs by more than roundings.
@@ -141,7 +141,7 @@ def _check(kernel: UpdateKernel, device: torch.device) -> None:
         weight_decay=0.1,
         clip=torch.full((), 0.5, device=device),
     )
-    for skip in (0, 1):
+    for skip in (0, 1):  # aligned addresses, and others
         size = CHUNK + 8 + skip
         lists = [[torch.linspace(low, 1, size, device=device)[skip:]] for low in (-1, -1, -1, 0)]
         grad, weight, first, second = (tensors[0].double() for tensors in lists)
@@ -164,7 +164,7 @@ def _check_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None
 
 
 def tried(device: torch.device) -> UpdateKernel | None:
-    """The kernel, checked on a device of any type; None, with a warning, if it cannot be used."""
+    """The kernel, after a check on the device, of any type; None, with a warning, if it fails."""
 
     def checked() -> UpdateKernel:
         from .triton_adam import update as kernel
@@ -192,8 +192,12 @@ def _correction(beta: float, step: int) -> float:
 
 
 def takes(lists: Lists) -> bool:
-    """True if the kernel knows how to update these: main weights without a copy in another dtype,
-    every tensor one stretch of memory, dtypes alike within a list."""
+    """True if the kernel can update these:
+
+    - There are four lists. A fifth one would be a copy of the weights in another dtype.
+    - Each list has one dtype, float32 or bf16. Both moments have the same.
+    - All tensors are contiguous.
+    """
     if len(lists) != 4:
         return False
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]

@@ -13,15 +13,15 @@ AVERAGE = "exp_avg"
 
 
 def lion(is_lions: Callable[[GroupOptions], bool], betas: tuple[float, float]) -> UpdateRule:
-    """The rule of Lion for the groups that are its; lr and weight decay are a group's own.
+    """The rule of Lion. Learning rate and weight decay are options of each group.
 
-    betas: an update has the sign of b m + (1 - b) g with the first; m <- b m + (1 - b) g with the
-    second; 0 or more, and less than 1.
+    is_lions: True for the groups that it updates. betas: b1 and b2, 0 or more and less than 1. The
+    update has the sign of b1 m + (1 - b1) g; then m <- b2 m + (1 - b2) g.
     """
     first, second = betas
 
     def update(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
-        """A tensor at a time: kernels for many would hold a copy of all averages."""
+        """Updates a tensor at a time: kernels for many would hold a copy of all averages."""
         for group, pairs in zip(groups, shards.pairs, strict=True):
             if not is_lions(group):
                 continue

@@ -34,8 +34,8 @@ from .state import (
 
 
 def options_of(group: GroupOptions) -> GroupOptions:
-    """A copy without parameters, which a step leaves as it is: fused optimizers count a step in
-    each call, and one that is counted in a tensor is counted in place."""
+    """A copy of a group's options, without parameters. A step of the group does not change it: a
+    count of steps in a tensor, which is counted in place, is copied too."""
     options = dict(group)
     options.pop("params", None)
     count = options.get(COUNT)
@@ -45,7 +45,7 @@ def options_of(group: GroupOptions) -> GroupOptions:
 
 
 def set_options(group: GroupOptions, options: GroupOptions) -> None:
-    """Gives a group `options`, and no others beside its parameters."""
+    """Makes `options` the only options of a group. Its parameters stay."""
     for added in group.keys() - options.keys() - {"params"}:
         del group[added]
     group.update(options_of(options))
@@ -54,8 +54,9 @@ def set_options(group: GroupOptions, options: GroupOptions) -> None:
 Clip = tuple[
     Callable[[list[LocalPair]], None], Callable[[torch.device], torch.Tensor | None] | None
 ]
-"""Clips gradients: those of pairs, in place; and, on a device, the float32 number that multiplies
-all of them, None for 1. None where there is no single number."""
+"""Two functions by which gradients are clipped. The first clips those of pairs in place. The second
+returns the float32 number, on a device, that multiplies all gradients, None for 1; in its place is
+None where groups have different numbers."""
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,24 @@ class LocalShards:
         self.state: dict[torch.Tensor, StateEntry] = defaultdict(dict)
         # The memory of the state while it is released; None if it never was.
         self.parked: HostStash | None = None
-        # Whether a step is the first to read clipped gradients, so that it may clip them itself.
+        # Whether nothing reads clipped gradients before the step does, which may clip them then.
         self.step_follows = False
-        # What the next step clips gradients by, if it clips them.
+        # The clip that is left to the next step.
         self.clip: Clip | None = None
-        # The options that groups have after the step that is under way, by the place of the group:
-        # of groups that are updated in front of the inner optimizer's own step, which finds them
-        # without parameters. `leave` sets them.
+        # By number of a group that was updated in front of the inner optimizer's own step: the
+        # options that it has after the step. Empty between steps. `leave` sets them.
         self.results: dict[int, GroupOptions] = {}
         # The attribute in which the inner optimizer looks for gradients.
         self._grad_name = "decoupled_grad" if decoupled else "grad"
         # The gradients that were put there last.
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
-        # What `leave` puts back: `optimizer.state`, and each group's parameters. None outside.
+        # What `leave` puts back: `optimizer.state`, and each group's parameters. None while the
+        # optimizer has them.
         self._shown: tuple[Any, list[Any]] | None = None
-        # What programs were shown of each local tensor's state.
+        # By local tensor: its state as `show_state` has shown it.
         self._known: dict[torch.Tensor, Shown] = {}
-        # Stand-ins for groups that this rank holds nothing of (`given`).
-        self._counters: dict[int, torch.Tensor] = {}
+        # By number of a group that this rank holds nothing of: its tensor (`params_for_inner`).
+        self._stand_ins: dict[int, torch.Tensor] = {}
         self._regroup(optimizer)
 
     # What a program changes.
@@ -141,8 +142,8 @@ class LocalShards:
         return True
 
     def _regroup(self, optimizer: Any) -> None:
-        """The groups have other parameters than before, or there were none. ValueError for one
-        that is not sharded, or once parts of a step are planned."""
+        """Makes pairs of the parameters that the groups have now. ValueError if one of them is not
+        sharded, or if parts of a step are planned."""
         if self.residency.parts:
             raise ValueError(
                 f"add_param_group with {OFFLOAD_OPTION}, or param_groups with other "
@@ -165,8 +166,8 @@ class LocalShards:
         return self.residency.device_items.get(id(param), param._local_tensor)
 
     def _follow_state(self, optimizer: Any) -> bool:
-        """Takes over what a program, or the optimizer's constructor, has put into
-        `optimizer.state` since state was shown; whether there was something."""
+        """Takes over what a program, or the optimizer's constructor, has changed in
+        `optimizer.state` since state was shown. Returns True if something was changed."""
         found = False
         for param, local in self.every:
             entry = optimizer.state.get(param) or {}
@@ -177,17 +178,18 @@ class LocalShards:
             before = {} if known is None else known[1]
             given = changed(entry, before)
             gone = [name for name in before if name not in entry]
-            own = {n: taken_over(param, local, n, v) for n, v in given.items()}
+            values = {n: taken_over(param, local, n, v) for n, v in given.items()}
             self.drop(param, gone)
-            for name, value in own.items():
+            for name, value in values.items():
                 self.put(param, name, value)
-            if known is not None:  # a changed entry is shown again
+            if known is not None:  # `show_state` shows again what was given
                 same = {n: v for n, v in known[2].items() if n in entry and n not in given}
                 self._known[local] = (entry, dict(entry), same)
         return found
 
     def put(self, param: Any, name: str, value: Any) -> None:
-        """Sets state `name` of `param` to `value`, of the local shape if it has the parameter's."""
+        """Sets state `name` of `param` to `value`, of which a tensor with the parameter's shape is
+        local. ValueError with state in host memory, if there is no such state."""
         local = self._local_of(param)
         if self.residency.on_host and name not in self.state[local]:
             raise ValueError(
@@ -196,31 +198,31 @@ class LocalShards:
                 "Load the "
                 "state of an optimizer of the same kind"
             )
-        stored = self.residency.to_write(local).get(name)
+        stored = self.residency.state_to_write(local).get(name)
         if stored is None:
             self.state[local][name] = value
         else:
             stored.copy_(value)
 
     def drop(self, param: Any, names: Sequence[str]) -> None:
-        """State of `param` of these names goes; and if nothing is left, all of it, so that the
-        inner optimizer makes it again. In host memory it becomes zero: no step makes state there.
+        """Drops the state of `param` of these names, and its entry if nothing is left, so that the
+        inner optimizer makes it again. In host memory, where no step makes state, it becomes zero.
         """
         local = self._local_of(param)
         state = self.state.get(local, {})
         for name in names:
             if self.residency.on_host:
-                values = state | self.residency.to_write(local)
+                values = state | self.residency.state_to_write(local)
                 values[name].zero_()
             else:
                 state.pop(name, None)
         if not state:
             self.state.pop(local, None)
 
-    def made_state(self, optimizer: Any) -> None:
-        """State was made without a step, or a load or a program has written it: what has none yet
-        gets it, zeros where a group is not the inner optimizer's. Of state in host memory all: in a
-        step it would be memory of another stream."""
+    def make_missing_state(self, optimizer: Any) -> None:
+        """Makes the state that is missing after a program or a load has written some: zeros for
+        groups that are not the inner optimizer's. With state in host memory also the inner
+        optimizer's own, as a step would make it in memory of another stream."""
         if self.residency.on_host:
             make_state(optimizer)
         for group, pairs in zip(optimizer.param_groups, self.pairs, strict=True):
@@ -230,7 +232,7 @@ class LocalShards:
                     self.completed(local, names)
 
     def completed(self, local: torch.Tensor, names: Sequence[str]) -> StateEntry:
-        """The state of a local tensor, with zeros for what is not there."""
+        """The state of a local tensor, in which missing names are made, with zeros."""
         state = self.state[local]
         for name in names:
             if name not in state:
@@ -252,31 +254,31 @@ class LocalShards:
     # What the inner optimizer sees.
 
     def enter(self, optimizer: Any) -> None:
-        """Makes the inner optimizer's parameters and state the local ones, until `leave`.
-        RuntimeError if their memory was released."""
+        """Makes the inner optimizer's parameters and state the local ones, until `leave`. Nothing
+        if they are. RuntimeError if the memory of state was released."""
         if self.parked is not None and self.parked.away:
             raise RuntimeError(
                 "using the optimizer: its state was released. Call return_memory(model, optimizer) "
                 "first"
             )
-        if not self.residency.in_step:
+        if not self.residency.updating_parts:
             self.residency.settle()
         if self._shown is not None:
             return
         self.follow_groups(optimizer)
-        is_other = self._follow_state(optimizer)
+        has_changed = self._follow_state(optimizer)
         groups = optimizer.param_groups
         self._shown = optimizer.state, [group["params"] for group in groups]
         for index, group in enumerate(groups):
-            group["params"] = self.given(index)
+            group["params"] = self.params_for_inner(index)
         optimizer.state = self.state
-        if is_other:
-            self.made_state(optimizer)
+        if has_changed:
+            self.make_missing_state(optimizer)
 
     def leave(self, optimizer: Any) -> None:
-        """Undoes `enter`, if it was called. Groups in `results` get the options that their update
-        has left, whatever the inner optimizer's own step has counted for them since."""
-        if self.residency.in_step:
+        """Undoes `enter`, if it was called, and gives groups the options in `results`: the inner
+        optimizer's own step may have counted a step for them. Nothing while parts are updated."""
+        if self.residency.updating_parts:
             return  # the end of a step inside a step
         groups = optimizer.param_groups
         for index, options in self.results.items():
@@ -289,28 +291,29 @@ class LocalShards:
             return
         self.state = optimizer.state  # some optimizers bind another dict in a step
         optimizer.state, params = self._shown
-        for group, own in zip(groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(groups, params, strict=True):
+            group["params"] = group_params
         self._shown = None
         self.show_state(optimizer)
 
-    def given(self, index: int) -> list[torch.Tensor]:
-        """The tensors that the inner optimizer is given in place of group `index`'s parameters. Of
-        a group that this rank holds nothing of, a tensor that never has a gradient: Transformer
-        Engine's (2.11) and apex's FusedAdam count no step of a group without parameters, and ranks
-        would differ in the count that they save."""
+    def params_for_inner(self, index: int) -> list[torch.Tensor]:
+        """The tensors that the inner optimizer is given in place of group `index`'s parameters.
+
+        If this rank holds nothing of the group, that is one tensor that never has a gradient.
+        Transformer Engine's (2.11) and apex's FusedAdam count no step of a group without
+        parameters, and ranks would save different counts."""
         pairs = self.pairs[index]
-        own = [local for _, local in pairs if local.numel() > 0 or not self.skip_empty]
-        if own or not pairs:
-            return own
-        if index not in self._counters:
+        held = [local for _, local in pairs if local.numel() > 0 or not self.skip_empty]
+        if held or not pairs:
+            return held
+        if index not in self._stand_ins:
             first = pairs[0][1]
-            self._counters[index] = torch.zeros(1, dtype=first.dtype, device=first.device)
-        return [self._counters[index]]
+            self._stand_ins[index] = torch.zeros(1, dtype=first.dtype, device=first.device)
+        return [self._stand_ins[index]]
 
     def show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts state that is other than at the last call under the parameters: DTensors where it
-        has their shape, over host memory where it is there."""
+        """Shows in `optimizer.state` the state that has changed since the last call. Values with
+        the parameter's shape are DTensors there, over host memory if they are in it."""
         for param, local in self.every:
             state = self.state.get(local)
             known = self._known.get(local)
@@ -343,9 +346,9 @@ class LocalShards:
         return None if given is None else given.to(local.dtype)
 
     def set_local_grads(self) -> None:
-        """Sets each local tensor's gradient to the local tensor of its parameter's gradient, or,
-        where the inner optimizer cannot take that dtype, to a copy in the main weights' dtype. A
-        gradient that the inner optimizer itself has set since the last call stays."""
+        """Sets each local tensor's gradient to the local tensor of its parameter's gradient. It is
+        cast to the dtype of main weights if the inner optimizer reads `grad`. A gradient that
+        something else has set there since the last call stays."""
         for param, local in self.every:
             present = getattr(local, self._grad_name, None)
             if present is not None and present is not self._local_grads.get(local):
@@ -357,6 +360,7 @@ class LocalShards:
             self._local_grads[local] = grad
 
     def clear_local_grads(self) -> None:
+        """Drops the local gradients, and the clip that the kernel was given for them."""
         self._local_grads.clear()
         if self.fused_step is not None:
             self.fused_step.clip = None
@@ -364,8 +368,8 @@ class LocalShards:
             setattr(local, self._grad_name, None)
 
     def clip_grads(self, clip: Clip) -> None:
-        """Clips gradients in the next step, if that is the first to read them and clips by itself:
-        in the kernel, or each part with its update. Else now."""
+        """Clips gradients: in the next step, if nothing reads them before and the step can clip
+        (`_step_clips`); else now."""
         if self.step_follows and self._step_clips(clip):
             self.clip = clip
             return
@@ -375,7 +379,7 @@ class LocalShards:
         self.clear_local_grads()
 
     def _step_clips(self, clip: Clip) -> bool:
-        """True if a step can clip: in its kernel, or each part with its update."""
+        """True if a step can clip by `clip`: in its kernel, or each part with its update."""
         if not self.every or self.rule is not INNER:
             return False
         _, factor = clip
@@ -386,6 +390,6 @@ class LocalShards:
         """Applies a deferred clip: gradients are read before a step, or no step has come."""
         clip = self.clip
         self.clip = None
-        self.step_follows = False
+        self.step_follows = False  # so that `clip_grads` does not defer it again
         if clip is not None:
             self.clip_grads(clip)

@@ -15,17 +15,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 8192
 """Elements of a tensor that one program of the kernel updates."""
 WEIGHTS = 1
-"""Their place among the lists. They stay where they are: others have tables of their own."""
+"""Number of the list of weights. They do not move: other addresses are those of other weights."""
 MOST_TABLES = 4096
-"""Number of tables that are kept: of more calls than a step has, for memory that moves again and
-again."""
+"""Largest number of tables that are kept. No step needs as many; memory that moves again and again
+would make more."""
 
 Lists = Sequence[Sequence[torch.Tensor]]
-"""Lists of tensors; those at one place in them have as many elements."""
+"""Lists of tensors. The n-th tensors of all lists have the same number of elements."""
 Addresses = tuple[tuple[int, ...], ...]
 """Addresses of tensors, by list."""
 Sizes = tuple[int, ...]
-"""Numbers of elements of the tensors of each list."""
+"""Numbers of elements of the tensors, the same in each list."""
 Places = tuple[Addresses, Sizes, torch.device, int]
 """Addresses, numbers of elements, and where tables are made: device and stream."""
 
@@ -87,14 +87,15 @@ def table_of(
     device: torch.device,
     stream: int,
 ) -> TensorTable:
-    """The table of tensors at `addresses`, by list, of `sizes`. chunks: `chunks_on`."""
-    where = _to_device([*addresses, sizes], torch.int64, device)
+    """The table of tensors at `addresses`, by list, of `sizes`. chunks: `chunks_on`, or a cache of
+    it."""
+    numbers = _to_device([*addresses, sizes], torch.int64, device)
     tensor_of, first_of = chunks(sizes, device, stream)
-    return TensorTable(where, tensor_of, first_of, is_aligned(addresses, sizes))
+    return TensorTable(numbers, tensor_of, first_of, is_aligned(addresses, sizes))
 
 
 def chunks_on(sizes: Sizes, device: torch.device, stream: int) -> tuple[torch.Tensor, ...]:
-    """`Table.tensor_of` and `Table.first_of`."""
+    """`TensorTable.tensor_of` and `first_of`. stream: for caches, as the copies are made on it."""
     return tuple(_to_device(row, torch.int32, device) for row in chunks_of(sizes, CHUNK))
 
 
@@ -113,7 +114,7 @@ def is_aligned(addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool
     whole = ALIGNED_BYTES // DTYPES[1].itemsize
     if any(size % whole for size in sizes):
         return False
-    return not any(address % ALIGNED_BYTES for some in addresses for address in some)
+    return not any(address % ALIGNED_BYTES for row in addresses for address in row)
 
 
 def is_capturing(device: torch.device) -> bool:

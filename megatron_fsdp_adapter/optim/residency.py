@@ -76,50 +76,53 @@ class Residency:
     Args:
         engines: those of the parameters. Main weights and state are in host memory, if that is
             what they are configured for.
-        asks: whether all readers of what a step writes ask the engine first, so that the step may
-            return before its updates are over.
+        readers_ask: whether all readers of what a step writes ask the engine first, so that the
+            step may return before its updates are over.
 
     Raises:
-        ValueError: some engines are so configured and some are not, or all are and the optimizer
-            has state already, or is no Adam.
+        ValueError: some engines are configured for host memory and some are not; or all are, and
+            the optimizer has state already, or is no Adam.
     """
 
-    def __init__(self, engines: Sequence[FsdpEngine], optimizer: Any, asks: bool = True) -> None:
-        wanted = {engine.config.offload for engine in engines}
-        if len(wanted) > 1:
+    def __init__(
+        self, engines: Sequence[FsdpEngine], optimizer: Any, readers_ask: bool = True
+    ) -> None:
+        offloads = {engine.config.offload for engine in engines}
+        if len(offloads) > 1:
             raise ValueError(
                 f"{OFFLOAD_OPTION}: True for some models of this optimizer, False for others. "
                 "Set it for "
                 "all of them or for none"
             )
-        if wanted != {True}:
+        if offloads != {True}:
             engines = ()
         self._engines = engines
         # Whether main weights and state are in host memory.
         self.on_host = bool(engines)
-        # Whether parts are being updated.
-        self.in_step = False
+        # Whether a step updates parts: from its beginning until the last one is queued. False in a
+        # step on the device, which has no parts.
+        self.updating_parts = False
         # By the id of a parameter whose main weights are in host memory: what is updated instead.
         self.device_items: dict[int, torch.Tensor] = {}
-        # Of what is updated: the part of its state that is in host memory.
+        # By local tensor: the part of its state that is in host memory.
         self.tensors: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         # The parts of a step, planned once.
         self.parts: list[Part] = []
-        # The same in the order of the step that is under way, or has been loaded for.
+        # The same, in the order of the step that is under way or that loads have begun for.
         self._order: list[Part] = []
         # The event of the last store that the host has not waited for.
-        self._last: Any = None
-        copies_grads = False  # they end with the step
+        self._last_store: Any = None
+        copies_grads = False  # copies are freed when the step returns, maybe before they are read
         reads_any_dtype = hasattr(optimizer, "use_decoupled_grad")
         for engine in engines:
             for pair in engine.pairs:
                 items = pair.group.device_main.items(pair.group.held)
                 self.device_items[id(pair.sharded)] = items[pair.index]
-                is_other = pair.grad is not None and pair.grad.dtype != pair.sharded.dtype
-                copies_grads |= is_other and not reads_any_dtype
+                other_dtype = pair.grad is not None and pair.grad.dtype != pair.sharded.dtype
+                copies_grads |= other_dtype and not reads_any_dtype
         is_quantized = any(engine.quantization for engine in engines)
-        # Whether a step may return before its updates are over: nothing is lost with it.
-        self.may_be_late = asks and not is_quantized and not copies_grads
+        # Whether a step may return before its updates are over.
+        self.may_be_late = readers_ask and not is_quantized and not copies_grads
         if not engines:
             return
         self._runtime = engines[0].runtime
@@ -138,23 +141,25 @@ class Residency:
         skip_empty: bool,
         state: Mapping[torch.Tensor, StateEntry],
     ) -> None:
-        """Makes all state now, one unit at a time, and moves it to host memory.
+        """Makes all state now, one unit at a time, and moves it to host memory. Called between
+        `LocalShards.enter` and `leave`.
 
-        groups: what is updated, by parameter group. state: of each, which `optimizer` writes."""
-        where = {id(param): index for index, pairs in enumerate(groups) for param, _ in pairs}
+        groups: the pairs of each parameter group. skip_empty: leaves out empty shards. state: by
+        local tensor, written by `optimizer`."""
+        group_of = {id(param): index for index, pairs in enumerate(groups) for param, _ in pairs}
         for engine in self._engines:
             for unit in engine.units:
                 found = [
                     pair
                     for pair in engine.pairs
-                    if pair.group in unit.groups and id(pair.sharded) in where
+                    if pair.group in unit.groups and id(pair.sharded) in group_of
                 ]
                 updated: list[list[LocalPair]] = [[] for _ in groups]
                 for pair in found:
                     param = pair.sharded
                     local = self.device_items[id(param)]
                     if local.numel() > 0 or not skip_empty:
-                        updated[where[id(param)]].append((param, local))
+                        updated[group_of[id(param)]].append((param, local))
                 if not any(updated):
                     continue
                 unit_groups = list(dict.fromkeys(pair.group for pair in found))
@@ -162,15 +167,15 @@ class Residency:
                 part.give_to(optimizer)
                 make_state(optimizer)
                 mains = [group.device_main for group in unit_groups if group.main_on_host]
-                part.buffers = [*mains, *self._moved(found, state)]
+                part.buffers = [*mains, *self._move_state(found, state)]
                 self.parts.append(part)
             engine.gather.updates.join(self)
 
-    def _moved(
+    def _move_state(
         self, pairs: Sequence[ParamPair], state: Mapping[torch.Tensor, StateEntry]
     ) -> Iterable[ShardedBuffer]:
-        """Puts the state that has its parameter's shape into host memory: a buffer for each name of
-        each of the engine's groups."""
+        """Moves the state that has its parameter's shape to host memory. Returns its buffers, one
+        for each name and each of the engine's groups."""
         buffers: dict[tuple[ParamGroup, str], ShardedBuffer] = {}
         for pair in pairs:
             local = self.device_items[id(pair.sharded)]
@@ -189,9 +194,10 @@ class Residency:
                 self.tensors.setdefault(local, {})[name] = stored
         return buffers.values()
 
-    def to_write(self, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The part of the state of `local` that is in host memory, which may be written now."""
-        self._drop_loaded()
+    def state_to_write(self, local: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The part of the state of `local` that is in host memory, to be written. What was loaded
+        ahead is dropped, as it would be old then."""
+        self._wait_and_drop_loads()
         return self.tensors.get(local, {})
 
     # A step.
@@ -209,13 +215,13 @@ class Residency:
             part.updates.queued(part.unit, runtime.record(UPDATE))
             runtime.wait(STORE, part.unit.updated)
             runtime.submit(STORE, *(buffer.store for buffer in part.buffers))
-            self._last = runtime.record(STORE)
-            runtime.wait(LOAD, self._last)
+            self._last_store = runtime.record(STORE)
+            runtime.wait(LOAD, self._last_store)
             self._release([part])
 
     def _plan_order(self) -> None:
-        """Plans the order of the next forward, as far as it is known; the one that loads have begun
-        with."""
+        """Sets the order of parts: that of the next forward as far as it is known, then the others.
+        An order that loads have begun for stays."""
         if any(part.loaded is not None for part in self._order):
             return
         by_unit = {id(part.unit): part for part in self.parts}
@@ -240,22 +246,23 @@ class Residency:
             self._runtime.submit(LOAD, *(buffer.release for buffer in part.buffers))
 
     def give_up(self) -> None:
-        """A step has raised: what is on the device is as unfinished as after any such step."""
+        """Ends a step that has raised: waits for what is queued, and releases device buffers. The
+        updates of some units are then missing, as after any such step."""
         self._runtime.synchronize()
         self.finish_updates()
         self._release(self.parts)
 
     def finish_updates(self) -> None:
-        """The host, too, reads what was stored."""
-        if self._last is None:
+        """Waits on the host for the last store, and orders the compute stream behind updates."""
+        if self._last_store is None:
             return
-        self._runtime.block(self._last)
-        self._last = None
+        self._runtime.block(self._last_store)
+        self._last_store = None
         for engine in self._engines:
             engine.gather.updates.order_compute()
 
-    def _drop_loaded(self) -> None:
-        """Drops what is loaded, because the values in host memory may be written now."""
+    def _wait_and_drop_loads(self) -> None:
+        """Waits on the host for loads, and drops them: values in host memory may be written now."""
         ahead = [part.loaded for part in self._order if part.loaded is not None]
         if ahead:
             self._runtime.block(ahead[-1])
@@ -264,17 +271,21 @@ class Residency:
     # Calls of the engine (`DeferredUpdates`).
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
-        """Loads when the last of several model chunks calls."""
+        """Begins to load for the next step, behind the event `after`, when the last of several
+        model chunks calls."""
         is_last = of is self._engines[-1].gather.updates
-        if is_last and self.may_be_late and not self.in_step:
+        if is_last and self.may_be_late and not self.updating_parts:
             self._plan_order()
             self._runtime.wait(LOAD, after)
             self._load(self._order[:CHUNKS])
 
     def drop_loads(self) -> None:
+        """Releases the buffers of parts that are loaded."""
         self._release([part for part in self._order if part.loaded is not None])
 
     def settle(self) -> None:
+        """Makes main weights and state readable on the compute stream and the host, and, unless
+        parts are updated, also writable: nothing is loaded then."""
         self.finish_updates()
-        if not self.in_step:
-            self._drop_loaded()
+        if not self.updating_parts:
+            self._wait_and_drop_loads()

@@ -33,10 +33,10 @@ GroupOptions = dict[str, Any]
 
 
 def _init_torch_state(optimizer: Any, group: GroupOptions) -> None:
-    """torch's own initialization of a group's state, which it runs at the start of a step. It
-    skips parameters without a gradient, so each one stands in as its own for the moment. What it
-    found goes into lists, of which each class wants its own number."""
-    found: list[list[Any]] = [[] for _ in range(_lists_of(type(optimizer)))]
+    """Makes a group's state by torch's own `_init_group`, which a step begins with. That skips
+    parameters without a gradient, so each parameter is its own gradient for the moment. It also
+    fills lists, which are not needed here."""
+    found: list[list[Any]] = [[] for _ in range(_count_lists(type(optimizer)))]
     params = group["params"]
     before = [local.grad for local in params]
     for local in params:
@@ -48,22 +48,23 @@ def _init_torch_state(optimizer: Any, group: GroupOptions) -> None:
             local.grad = grad
 
 
-def _lists_of(kind: type) -> int:
-    """Number of lists that `_init_group` fills: a subclass may take them as `*args` and pass them
-    on."""
-    for one in kind.__mro__:
-        init = vars(one).get("_init_group")
+def _count_lists(kind: type) -> int:
+    """Number of lists that `_init_group` fills. A subclass may take them as `*args` and pass them
+    on: its base class names them then."""
+    for base in kind.__mro__:
+        init = vars(base).get("_init_group")
         if init is None:
             continue
-        wanted = inspect.signature(init).parameters.values()
-        if not any(each.kind is each.VAR_POSITIONAL for each in wanted):
-            return len(wanted) - len(("self", "group"))
+        parameters = inspect.signature(init).parameters.values()
+        if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return len(parameters) - len(("self", "group"))
     raise AssertionError(f"{kind} has no _init_group that names its arguments")
 
 
 def _init_fused_state(optimizer: Any, group: GroupOptions) -> None:
-    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
-    no such entry before the first step: a load asks for what is there, and would leave it out."""
+    """Makes the state of TE's and apex's FusedAdam: two moments of each parameter, and the count of
+    steps of the group. Before the first step the group has no count, and a load, which asks for
+    what is there, would leave it out."""
     group.setdefault(COUNT, 0)
     for local in group["params"]:
         state = optimizer.state[local]
@@ -78,8 +79,8 @@ def _init_fused_state(optimizer: Any, group: GroupOptions) -> None:
 
 
 def moments_of(optimizer: Any) -> tuple[str, ...]:
-    """Names of what Adam or SGD keeps in a parameter's shape: torch's, or the fused one of
-    Transformer Engine or apex. () for any other optimizer."""
+    """Names of the state that an Adam or SGD keeps in a parameter's shape, be it torch's or the
+    fused one of Transformer Engine or apex. () for any other optimizer."""
     if isinstance(optimizer, torch.optim.Adam):
         return ADAM
     if isinstance(optimizer, torch.optim.SGD):
@@ -91,13 +92,13 @@ def moments_of(optimizer: Any) -> tuple[str, ...]:
 
 
 def is_known(optimizer: Any) -> bool:
-    """True if `make_state` makes what its first step would."""
+    """True if `make_state` makes the state that the optimizer's first step would make."""
     return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
 
 
 def _init_momentum(optimizer: Any, group: GroupOptions) -> None:
-    """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
-    a momentum torch's keeps nothing, the fused one a buffer all the same."""
+    """Makes momentum of zeros. torch's begins as the first gradient, which a step without dampening
+    makes of zeros. With momentum=0 torch's keeps nothing; the fused one keeps a buffer."""
     if group["momentum"] == 0 and is_torch_optimizer(optimizer):
         return
     for local in group["params"]:
@@ -107,7 +108,7 @@ def _init_momentum(optimizer: Any, group: GroupOptions) -> None:
 
 
 def is_torch_optimizer(optimizer: Any) -> bool:
-    """True if it is one of torch's own, or derived from one."""
+    """True if its class is one of torch's own optimizers, or derived from one."""
     for base in type(optimizer).__mro__:
         if base is not torch.optim.Optimizer and base.__module__.startswith("torch.optim."):
             return True
@@ -118,8 +119,8 @@ def is_torch_optimizer(optimizer: Any) -> bool:
 def make_state(
     optimizer: Any, leaves_out: Callable[[GroupOptions], Any] = lambda group: False
 ) -> None:
-    """State for the parameters that `optimizer` has now, without taking a step; not for those of
-    groups that it `leaves_out`."""
+    """Makes state for the parameters that `optimizer` has now, without taking a step. Groups of
+    which `leaves_out` is true get none."""
     if moments_of(optimizer) == SGD:
         init = _init_momentum
     elif is_torch_optimizer(optimizer):
@@ -168,28 +169,29 @@ def are_same(params: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def is_like(value: Any, local: torch.Tensor) -> bool:
-    """True if a value of a parameter's state has an element for each of its own."""
+    """True if a value of a parameter's state has the shape of its local tensor."""
     return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
 
 
 def shown(param: Any, local: torch.Tensor, state: StateEntry) -> StateEntry:
-    """State of a parameter with DTensors where it has the parameter's shape."""
+    """State of a parameter as programs see it: a value with the parameter's shape is a DTensor."""
     return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
 
 
 def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
-    """The value for the inner optimizer of a `value` that a program has put into `optimizer.state`.
+    """A `value` that a program has put into `optimizer.state`, as the inner optimizer keeps it: the
+    local tensor of a DTensor, anything else as it is.
 
     Raises:
-        RuntimeError: it is of the parameter's shape, and not of this rank's rows.
+        RuntimeError: it has the parameter's shape, but other rows than this rank.
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     own = getattr(value, "_local_tensor", value)
     if value.shape != param.shape:
         return own
-    of_others = isinstance(value, DTensor) and _boxes(value) not in (None, _boxes(param))
-    if of_others or own.shape != local.shape:
+    has_other_rows = isinstance(value, DTensor) and _boxes(value) not in (None, _boxes(param))
+    if has_other_rows or own.shape != local.shape:
         raise RuntimeError(
             f"optimizer.state[param][{name!r}] of a parameter of shape {tuple(param.shape)}: a "
             f"{type(value).__name__} has other rows than this rank. Put torch.zeros_like(param) "
@@ -199,18 +201,21 @@ def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _boxes(value: DTensor) -> Any:
+    """The boxes of a DTensor's rows; None if they are not known."""
     found = chunks_of(value)
     return None if found is None else found.boxes
 
 
 def load_values(optimizer: Any, groups: list[GroupOptions], state: dict[Any, StateEntry]) -> None:
-    """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
-    is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
+    """Replaces the state of an optimizer on local shards by `state`. What is not in `state` is
+    dropped. ValueError as of `_sort_values` and `write_pieces`.
+
+    groups: their `params` are the keys of `state`, in the order of the optimizer's parameters."""
     shards = optimizer._fsdp_shards
     keyed: list[tuple[Any, Any]] = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         keyed += zip(group["params"], saved["params"], strict=True)
-    like, others = _sorted_out(optimizer, keyed, state)
+    like, others = _sort_values(optimizer, keyed, state)
     pieces = {label: moment.piece for label, moment in like.items()}
     write_pieces(pieces, {label: moment.value for label, moment in like.items()})
     for param, name, piece, _ in like.values():
@@ -231,29 +236,32 @@ def load_values(optimizer: Any, groups: list[GroupOptions], state: dict[Any, Sta
 
 
 class Moment(NamedTuple):
-    """State `name` of a parameter, with rows like it, and the value for it, a DTensor or a plain
-    whole tensor."""
+    """A value of a state dict that has the rows of its parameter."""
 
     param: Any
     name: str
+    # The tensor that it is written to.
     piece: Piece
+    # A DTensor, or a plain whole tensor.
     value: torch.Tensor
 
 
-def _sorted_out(
+def _sort_values(
     optimizer: Any, keyed: Sequence[tuple[Any, Any]], state: dict[Any, StateEntry]
 ) -> tuple[dict[str, Moment], list[tuple[Any, str, Any]]]:
-    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
-    value of the others. keyed: parameters and their keys. Nothing is written. ValueError naming the
-    moments of a wrong shape."""
+    """Sorts the values of `state`, and writes nothing. Returns those that have a parameter's rows,
+    by a label for messages; and parameter, name and value of the others. ValueError if some have a
+    wrong shape, with the labels of the first ones.
+
+    keyed: each parameter, and its key in `state`."""
     like: dict[str, Moment] = {}
     others = []
     wrong = []
     for param, key in keyed:
         for name, value in state.get(key, {}).items():
-            shown = optimizer.state[param].get(name)
-            is_new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
-            if not is_new and not isinstance(shown, DTensor):
+            present = optimizer.state[param].get(name)
+            is_new = present is None and isinstance(value, torch.Tensor) and value.dim() > 0
+            if not is_new and not isinstance(present, DTensor):
                 others.append((param, name, value))
                 continue
             label = f"{name} of parameter {key}"
@@ -262,7 +270,7 @@ def _sorted_out(
                 given = tuple(getattr(value, "shape", ())) or type(value).__name__
                 wrong.append(f"{label}: {given} for {tuple(param.shape)}")
                 continue
-            piece = piece_of(_target(param, shown, value.dtype), param, Place(label))
+            piece = piece_of(_target(param, present, value.dtype), param, Place(label))
             like[label] = Moment(param, name, piece, fitting)
     if wrong:
         raise ValueError(
@@ -273,7 +281,8 @@ def _sorted_out(
 
 
 def _fitting(param: Any, value: Any) -> torch.Tensor | None:
-    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
+    """`value` as `write_pieces` takes it: a DTensor of the parameter's shape, or a tensor with as
+    many elements as the whole parameter. Of this rank's rows a DTensor is made. Else None."""
     if not isinstance(value, torch.Tensor):
         return None
     if isinstance(value, DTensor):
@@ -286,19 +295,20 @@ def _fitting(param: Any, value: Any) -> torch.Tensor | None:
     return dtensor_like(param, value.detach().view(local.shape).to(local.device))
 
 
-def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
-    """The tensor that a moment of `param` is written into; `shown` is what the optimizer has."""
-    if shown is not None and chunks_of(shown) is not None:
-        return shown
+def _target(param: Any, present: DTensor | None, dtype: torch.dtype) -> DTensor:
+    """The tensor that a moment of `param` is written into: `present`, which the optimizer has, if
+    its rows are known."""
+    if present is not None and chunks_of(present) is not None:
+        return present
     local = param._local_tensor
     # An optimizer that made its state before it was adopted made DTensors that know no rows.
-    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
+    own = torch.empty_like(local, dtype=dtype) if present is None else present._local_tensor
     return dtensor_like(param, own)
 
 
 def load_options(group: GroupOptions, saved: GroupOptions) -> None:
-    """Gives a group the saved options; what is a tensor is filled. A group that had counted no step
-    when it was saved has counted none then."""
+    """Gives a group the saved options, those that are tensors in place. If nothing was counted when
+    they were saved, the count of steps becomes 0."""
     if COUNT in group and COUNT not in saved:
         saved = {COUNT: 0, **saved}
     for name, value in saved.items():

@@ -1,11 +1,14 @@
 """An optimizer that steps on local tensors while its parameters are DTensors: its step, in the hook
 in front of the inner optimizer's own, and its state dict.
 
-A parameter group is updated by the inner optimizer, Adam's in a run of Megatron, or by a rule of
+A parameter group is updated by the inner optimizer (Adam in a run of Megatron), or by a rule of
 this package, Muon's or Lion's (`local_shards.UpdateRule`). So one optimizer holds all parameters,
 as core's own for sharded weights does; a gradient norm, clipping and a checkpoint know nothing of
-it. A step goes through parts, one for each unit where main weights and state are in host memory
-(`residency.py`). What the hook has updated the step that was asked for finds without parameters.
+it. Where main weights and state are in host memory, a step is one part for each unit
+(`residency.py`).
+
+The inner optimizer's own step follows the hook. It finds groups that the hook has updated without
+parameters.
 """
 
 from __future__ import annotations
@@ -34,26 +37,30 @@ from .state import (
 )
 
 Prepare = Callable[[Any], None]
-"""Called with an optimizer before its step reads gradients."""
+"""Called with an optimizer before its step reads gradients, and again in a step inside a step."""
 
 OF_FUSED = {"use_decoupled_grad": True, "master_weights": False, "store_param_remainders": False}
-"""Attributes of fused optimizers, and what they are on local shards (`adopt`)."""
+"""Attributes of fused optimizers, and the values that `adopt` gives them."""
 
 
 def _take_step(optimizer: Any, prepare: Prepare) -> None:
-    """Takes a step, but for what is left to the inner optimizer's own.
+    """Updates the groups of `shards.rule` or, with state in host memory, all groups.
 
-    That one runs after this, over the groups as they are left here: a group that has been updated
-    has no parameters then. What it does to such a group's options, of which it may count a step,
-    `LocalShards.leave` undoes by `LocalShards.results`.
+    This runs before the inner optimizer's own step, which updates the other groups: it finds local
+    tensors with local gradients, and no parameters in the groups that were updated here. It may
+    still count a step in the options of those. `LocalShards.leave` puts back the options that are
+    in `LocalShards.results`.
     """
     prepare(optimizer)
     shards: LocalShards = optimizer._fsdp_shards
     residency = shards.residency
     groups = optimizer.param_groups
-    if residency.in_step or (shards.results and _steps_in_steps(type(optimizer))):
-        return  # a step of a subclass that calls its base's
-    residency.in_step = residency.on_host
+    # This may be a base class's step inside a subclass's, in front of which all was done. `results`
+    # alone does not tell: it would be left over from a step whose `end_step` did not run.
+    if residency.updating_parts or (shards.results and _steps_in_steps(type(optimizer))):
+        return
+    # Set before `enter`, which else drops what was loaded ahead. On the device there are no parts.
+    residency.updating_parts = residency.on_host
     shards.results = {}
     try:
         residency.finish_updates()
@@ -67,17 +74,20 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
     except BaseException:
         shards.results = {}
         if residency.on_host:
+            # Some parts may have been clipped already: `clip_now` must not clip them twice. Without
+            # parts nothing has been clipped, and `clip_now` clips.
             shards.clip = None
             residency.give_up()
         raise
     finally:
-        residency.in_step = False
+        residency.updating_parts = False
     for number in shards.results:
+        # The own step must not update this group again. `leave` gives the parameters back.
         groups[number]["params"] = []
 
 
 def _clip_in_kernel(shards: LocalShards) -> None:
-    """Leaves a clip to a kernel of ours, if one number multiplies all gradients."""
+    """Hands the clip over to a kernel of ours, if one number multiplies all gradients."""
     if shards.fused_step is None or shards.clip is None:
         return
     _, factor = shards.clip
@@ -87,7 +97,8 @@ def _clip_in_kernel(shards: LocalShards) -> None:
 
 
 def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
-    """Updates the groups that are not the inner optimizer's. Of those it must not count a step."""
+    """Updates the groups that are not the inner optimizer's, and notes their counts of steps: the
+    inner optimizer's own step must not change them."""
     with torch.no_grad():
         shards.rule.update(shards, groups)
     results = {}
@@ -98,21 +109,24 @@ def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None
 
 
 def _update_parts(optimizer: Any, shards: LocalShards) -> None:
-    """Updates all groups, a unit at a time; `_update_part` notes their options after it."""
+    """Updates all groups, one unit at a time. `_update_part` notes the options after the step."""
     residency = shards.residency
     before = [options_of(group) for group in optimizer.param_groups]
     residency.run(functools.partial(_update_part, optimizer, before))
     for number, group in enumerate(optimizer.param_groups):
+        # For groups without a part, which are left to the inner optimizer's own step.
         set_options(group, before[number])
-        group["params"] = shards.given(number)
+        group["params"] = shards.params_for_inner(number)
     if not residency.may_be_late:
         residency.finish_updates()
-    shards.clip = None
+    shards.clip = None  # each part has been clipped with its update
 
 
 def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> None:
-    """Clips and updates one unit, and casts its main weights. before: options of groups, of which
-    each unit's update begins with the same."""
+    """Clips and updates one unit, and casts its main weights.
+
+    before: the options of each group in front of the step. Each unit's update begins with them, as
+    all are the same step."""
     shards: LocalShards = optimizer._fsdp_shards
     for group, options in zip(optimizer.param_groups, before, strict=True):
         set_options(group, options)
@@ -120,8 +134,10 @@ def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> 
         apply, _ = shards.clip
         apply([pair for pairs in part.pairs for pair in pairs])
     part.give_to(optimizer)
-    # The hooks of a step run once, around all parts.
-    step = inspect.unwrap(type(optimizer).step, stop=lambda at: not getattr(at, "hooked", False))
+    # The step inside torch's hooks and `_ending`: these run once, around all parts.
+    step = inspect.unwrap(
+        type(optimizer).step, stop=lambda layer: not getattr(layer, "hooked", False)
+    )
     step(optimizer)
     for own in part.groups:
         own.write_own_from_device()
@@ -131,20 +147,22 @@ def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> 
 
 
 def _steps_in_steps(kind: type) -> bool:
-    """True if a step may run the hooks of a step more than once: a subclass's calls its base's."""
-    own = (vars(base).get("step") for base in kind.__mro__)
-    hooked = {inspect.unwrap(step) for step in own if step and getattr(step, "hooked", False)}
+    """True if one step may run hooks several times: several classes have a step with hooks, and a
+    subclass's may call its base's."""
+    steps = (vars(base).get("step") for base in kind.__mro__)
+    hooked = {inspect.unwrap(step) for step in steps if step and getattr(step, "hooked", False)}
     return len(hooked) > 1
 
 
 def end_step(optimizer: Any, *unused: Any) -> None:
-    """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
+    """Clears local gradients, and puts the DTensors back. Runs after each step, also after one that
+    raised, and after a base class's step inside a subclass's."""
     optimizer._fsdp_shards.clear_local_grads()
     optimizer._fsdp_shards.leave(optimizer)
 
 
 def _ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[..., Any]:
-    """A step that calls `end` with its arguments if it raises, as torch runs no hooks then."""
+    """A step that calls `end` with its arguments if it raises: torch runs no post-hooks then."""
 
     @functools.wraps(step)
     def stepping(*args: Any, **kwargs: Any) -> Any:
@@ -160,13 +178,15 @@ def _ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[...,
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A closure, which is the user's, runs on the DTensors, and gives the gradients of the step."""
+    """Runs in front of a step: takes it or, if there is a closure, wraps that so that the step
+    follows it. Returns the new arguments, None if they stay. The closure is the user's: it runs on
+    the DTensors, and computes the gradients of the step."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _take_step(optimizer, prepare)
         return None
 
-    def on_shards() -> Any:
+    def closure_then_step() -> Any:
         end_step(optimizer)
         with torch.enable_grad():
             loss = closure()
@@ -174,8 +194,8 @@ def _before_step(
         return loss
 
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": on_shards}
-    return (args[0], on_shards, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_step}
+    return (args[0], closure_then_step, *args[2:]), kwargs
 
 
 # State.
@@ -183,7 +203,7 @@ def _before_step(
 
 @contextmanager
 def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
-    """Inside, the inner optimizer's parameters and state are the local ones."""
+    """A context in which the inner optimizer's parameters and state are the local ones."""
     shards: LocalShards = optimizer._fsdp_shards
     shards.enter(optimizer)
     try:
@@ -193,24 +213,25 @@ def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
 
 
 def _before_state_dict(optimizer: Any) -> None:
+    """Makes `optimizer.state` show the present state. A step that is under way ends first."""
     end_step(optimizer)
     with _on_locals(optimizer):
-        pass  # to enter takes over what a program has changed, and to leave shows it
+        pass  # `enter` takes over what a program has changed, and `leave` shows it
 
 
 @torch.no_grad()
 def initialize_state(optimizer: Any) -> None:
-    """State for every parameter, empty shards included, without taking a step: neither weights
-    nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
+    """Makes state for every parameter, empty shards included. No step is taken: weights and the
+    count of steps stay. For Adam and SGD, of torch, Transformer Engine or apex."""
     with _on_locals(optimizer) as shards:
         make_state(optimizer, shards.rule.state)
-        shards.made_state(optimizer)
+        shards.make_missing_state(optimizer)
         _complete_empty_state(shards, optimizer)
 
 
 def _complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
-    """Moments of zero size for empty shards that the inner optimizer is not given, so that every
-    rank has the same keys."""
+    """Makes moments of zero size for empty shards that the inner optimizer is not given, so that
+    every rank has the same keys."""
     if not shards.skip_empty:
         return
     for _, local in shards.every:
@@ -221,15 +242,17 @@ def _complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
 
 @torch.no_grad()
 def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Copies this rank's rows of a state dict's values into the state, in place. As torch's, it
-    runs hooks of a load, drops state that the state dict has not, and leaves options of a class as
-    the class wants them.
+    """Copies this rank's rows of a state dict's values into the state, in place. Like torch's own:
+
+    - It runs the hooks of a load.
+    - It drops state that the state dict does not have.
+    - It ends with `__setstate__`, which completes the options of the class.
 
     Collective if a DTensor is among the values that is not known to be cut like its parameter.
 
     Raises:
-        ValueError: before anything is written: the groups do not have this optimizer's numbers of
-            parameters, a value has not its parameter's shape, or its rows are unknown.
+        ValueError: the groups do not have this optimizer's numbers of parameters, a value does not
+            have its parameter's shape, or its rows are unknown. No value has been written then.
     """
     _before_state_dict(optimizer)
     given = state_dict.copy()
@@ -252,7 +275,8 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for group, saved_group in zip(current, saved, strict=True):
         load_options(group, saved_group)
     with _on_locals(optimizer) as shards:
-        shards.made_state(optimizer)
+        shards.make_missing_state(optimizer)
+        # `__setstate__` is the inner optimizer's: it must not see the parameters of the rule.
         for group in filter(shards.rule.state, current):
             group["params"] = []
         optimizer.__setstate__({"state": optimizer.state, "param_groups": current})
@@ -263,9 +287,9 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
 @functools.cache
 def _local_class(base: type) -> type:
     """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
-    hooks on state dicts do not do: a load replaces the state instead of writing into it, and casts
-    it to the parameters' dtype."""
-    own = {
+    hooks on state dicts would not be enough: its load replaces the state instead of writing into
+    it, and casts it to the parameters' dtype."""
+    members = {
         "step": _ending(base.step, end_step),  # type: ignore[attr-defined]
         "load_state_dict": _load_state_dict,
         # TE's own gives float32 copies, which know no place in a checkpoint and which a load in
@@ -273,7 +297,7 @@ def _local_class(base: type) -> type:
         "state_dict": torch.optim.Optimizer.state_dict,
         "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
     }
-    return type(base.__name__, (base,), own)
+    return type(base.__name__, (base,), members)
 
 
 def adopt(
@@ -284,16 +308,16 @@ def adopt(
 ) -> None:
     """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
 
-    TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
-    shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
+    TE's FusedAdam keeps no main weights of its own here: they would be a second copy of the shards
+    that it is given. It reads `decoupled_grad`, which may have any dtype.
 
-    Steps are seen by torch's hooks on them: a subclass's `step` alone would not do, as a learning
-    rate scheduler that was made before puts the class's `step` on the optimizer itself. Nor would
-    an optimizer around the inner one: schedulers, Megatron and users know that by its class and by
-    its groups.
+    Steps are seen by torch's hooks. Two other ways were rejected. A subclass's `step`: a learning
+    rate scheduler that was made before has put the class's `step` on the optimizer itself. An
+    optimizer around the inner one: schedulers, Megatron and users know the inner one by its class
+    and by its groups.
 
     Args:
-        prepare: called before gradients are read in a step.
+        prepare: see `Prepare`.
         rule: how groups are updated that are not the inner optimizer's.
         residency: where main weights and state are; on the device if it is not given.
 
@@ -305,7 +329,9 @@ def adopt(
             f"capturable=True of {type(optimizer).__name__}: a graph of the optimizer's step is "
             "not supported. Make it with capturable=False"
         )
-    skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
+    skip_empty = not is_torch_optimizer(
+        optimizer
+    )  # TE's kernel skips a group that has an empty one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
     for option, value in OF_FUSED.items():
         if hasattr(optimizer, option):
@@ -316,8 +342,8 @@ def adopt(
     optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     if "step" in vars(optimizer):  # a scheduler's
-        alive = weakref.ref(optimizer)
-        optimizer.step = _ending(optimizer.step, lambda *_: end_step(alive()))  # type: ignore[method-assign]
+        ref = weakref.ref(optimizer)  # or it would keep itself alive
+        optimizer.step = _ending(optimizer.step, lambda *_: end_step(ref()))  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)
     optimizer.register_state_dict_pre_hook(_before_state_dict)

@@ -20,8 +20,8 @@ registers at 4096 by 4."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-# Transformer Engine compiles its Adam with --use_fast_math. These are what is left of divisions,
-# roots, and of sums and products, which flush what is subnormal.
+# Transformer Engine compiles its Adam with --use_fast_math. These are the instructions that this
+# gives: divisions and roots are approximate, and all operations flush subnormal numbers to zero.
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def _fused_adam(
         firsts = tl.multiple_of(firsts, 16)
         seconds = tl.multiple_of(seconds, 16)
         end = tl.multiple_of(end, 8)
-    for at in tl.range(start, end, BLOCK, num_stages=STAGES):
-        place = at + tl.arange(0, BLOCK)
+    for block in tl.range(start, end, BLOCK, num_stages=STAGES):
+        place = block + tl.arange(0, BLOCK)
         inside = place < end
         grad = _read(grads + place, inside)
         weight = _read(weights + place, inside)
@@ -145,7 +145,7 @@ def _fused_adam(
             grad = _product(grad, factor).to(GRAD).to(tl.float32)
         if not DECOUPLED:
             grad = _fused(decay, weight, grad)
-        # Which product is rounded by itself, and which is in a fused operation, is as there, too.
+        # As in Transformer Engine's kernel some products are rounded, and others are fused.
         first = _fused(beta1, first, _product(1.0 - beta1, grad))
         squares = _product(_product(1.0 - beta2, grad), grad)
         second = _fused(beta2, second, squares)
@@ -161,7 +161,7 @@ def _fused_adam(
 
 
 def update(table: TensorTable, lists: Lists, step: Update) -> None:
-    """Updates in one launch; see `multi_tensor.Kernel`."""
+    """Updates all tensors in one launch; see `multi_tensor.UpdateKernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
     clip = table.addresses if step.clip is None else step.clip  # unread without one
     chunks = table.tensor_of.numel()

@@ -128,7 +128,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")
     engines = _engines_of(_params_of(optimizer))
     rule = _rule_for(optimizer, engines)
-    adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, asks=False))
+    adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, readers_ask=False))
     optimizer._fsdp_engines = None, engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
