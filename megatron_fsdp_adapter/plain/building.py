@@ -68,6 +68,7 @@ def engine_for(
 def _chosen_units(
     module: nn.Module, named: Sequence[type[nn.Module] | str] | None
 ) -> dict[str, nn.Module]:
+    """The modules that are units, by name: those of the classes `named`; None: repeated layers."""
     if named is None:
         layers = {id(layer) for layer in repeated_layers(module)}
         return unit_modules(module, lambda child: id(child) in layers)
@@ -76,7 +77,7 @@ def _chosen_units(
 
 
 def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
-    """Prints the units that were chosen where no class was named."""
+    """Prints the units, which the caller has not named, so that the user sees the choice."""
     count = len(engine.units)
     largest = max(unit.weight_bytes for unit in engine.units) / GIB
     if count == 1:
@@ -109,8 +110,8 @@ def raise_model_problems(
 
 
 def trained_dtype(module: nn.Module) -> torch.dtype:
-    """In which gradients accumulate as the parameters are: bfloat16 if all that are trained are in
-    it, else float32."""
+    """The dtype in which gradients accumulate by default here: bfloat16 if all trained parameters
+    have it, else float32."""
     dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
     if dtypes == {torch.bfloat16}:
         return torch.bfloat16

@@ -1,5 +1,5 @@
 """The plugin that torch loads at the end of each `import torch` (entry points of `torch.backends`),
-so that a program is switched from outside: by `accelerate launch`, `torchrun`.
+so that the environment can switch a program that `accelerate launch` or `torchrun` starts.
 
 Importing this imports nothing of torch. A `.pth` file was rejected: Python would run it in
 programs without torch, too.
@@ -19,7 +19,7 @@ def select() -> None:
     """Calls `use_as_fsdp2()` where the environment asks for it, and prints that on rank 0.
 
     Raises:
-        ValueError: the environment asks for something else. torch makes it a RuntimeError.
+        ValueError: the variable has another value. torch reports it as a RuntimeError.
     """
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:

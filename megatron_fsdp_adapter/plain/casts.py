@@ -10,8 +10,8 @@ from torch.distributed.utils import _apply_to_tensors
 
 
 def cast_inputs_of(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point tensors in the inputs of `module` to `dtype`, before its other hooks;
-    outside of graphs of torch.compile, as those."""
+    """Casts floating-point tensors in the inputs of `module` to `dtype`, before its other hooks
+    run. Like these, torch.compile leaves the cast out of its graphs."""
     hook = torch.compiler.disable(lambda module, args, kwargs: cast(dtype, (args, kwargs)))
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -23,9 +23,11 @@ def cast_outputs_of(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast(dtype: torch.dtype | None, values: Any) -> Any:
-    """`values`, of which floating-point tensors are in `dtype`, if that is not None, inside of
-    containers and dataclasses too, by FSDP2's own function. Other objects (a cache of keys and
-    values, for example) stay what they are: the caller may look at them afterwards."""
+    """`values` with all floating-point tensors cast to `dtype`; unchanged if that is None.
+
+    FSDP2's own function looks into containers and dataclasses. Other objects (a cache of keys and
+    values, for example) stay the same objects, since the caller may look at them afterwards.
+    """
     if dtype is None:
         return values
 

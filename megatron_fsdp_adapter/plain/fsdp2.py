@@ -7,8 +7,8 @@
 
 A call marks its module. The outermost marked module, the root, is sharded as a whole when its
 parameters are first read, or when it first runs; the marked modules in it are its units. Sharding
-each module in its own call was rejected: an engine has to know all units to gather the next one
-ahead, so that each call around others would build it again.
+each module in its own call was rejected: an engine must know all units, to gather the next one
+ahead. So each call for an outer module would build the engine again.
 """
 
 from __future__ import annotations
@@ -57,25 +57,27 @@ from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
 
 
 class FSDP2Module(NotCopyable, FSDPModule):
-    """The class of a module after `fully_shard`: an `FSDPModule` of torch's, whose methods act on
-    this package's engine. A method that changes the speed alone, and has no counterpart, does
-    nothing: gathers follow the order of the pass before, and reductions sum."""
+    """The class of a module after `fully_shard`: a subclass of torch's `FSDPModule`, whose methods
+    act on this package's engine. The methods in `HINTS`, which only tune the speed of torch's, do
+    nothing: here gathers follow the order of the previous pass, and reductions are sums."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
+        """Makes an object of the module's own class, which is not sharded. `nn.Sequential` makes a
+        slice of itself by a call of its class."""
+        # The module's own class follows FSDPModule in the order of `_sharded_class`.
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; shards the root first, if that has not happened. A compiled module has
-        its own call in a graph, and not this one."""
+        """Runs the module; shards the model first, if that has not happened. torch.compile leaves
+        this call out of its graphs, and compiles the call of the module's own class."""
         engine_of(self, runs=True)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and sharded DTensors: the same ones at any time, except while a forward runs or
-        waits for its backward, or weights are held by `unshard`."""
+        """Names and parameters: the same DTensors each time, except while a forward runs or waits
+        for its backward, or `unshard` holds weights. Then they are the unsharded parameters."""
         if mark_on(self).model.state is not BUILDING and not shows_meta(self):
             engine = engine_of(self)
             if not engine.gather.holds_any:
@@ -90,26 +92,29 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads DTensors, sharded in any way, or whole tensors. With `assign` too, values are
-        copied: parameters, which optimizers have, stay what they are."""
+        """Loads DTensors, sharded in any way, or whole tensors. `assign` has no effect: values are
+        copied, because optimizers hold the parameters."""
         engine_of(self)
         return super().load_state_dict(state_dict, strict)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Gives parameters and buffers on the meta device memory: of a parameter this rank's rows,
-        in which each element is NaN until it is loaded or written. Shards the model first."""
+        """Gives memory to parameters and buffers on the meta device; shards the model by that. A
+        parameter gets memory for this rank's rows, NaN until they are loaded or written. A model
+        that is not sharded, and not on the meta device, is emptied as torch does it."""
         if mark_on(self).model.state is PENDING and not names_on_meta(self):  # type: ignore[arg-type]
             return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
         engine_of(self)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Skips the `_apply` of torch's FSDPModule, which reads the state of torch's engine.
         with unsharded_reads(root_of(self)):
             return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the module's weights and holds them until `reshard`; parameters of all modules
-        are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
+        """Gathers the module's weights and holds them until `reshard`; not those of modules in it.
+        Until then all modules show unsharded parameters. With `async_op` it returns at once, and
+        the handle's `wait` waits for the gather."""
         engine = engine_of(self)
         gather = engine.gather
         unit = mark_on(self).unit
@@ -124,7 +129,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Releases gathered weights; parameters are DTensors again between passes."""
+        """Releases what `unshard` holds. Parameters are DTensors again, unless a pass runs or other
+        modules are held."""
         engine = engine_of(self)
         gather = engine.gather
         unit = mark_on(self).unit
@@ -140,15 +146,14 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether the next backwards end a step. Sharded gradients are reduced by each
-        backward, as full ones take no memory here: for some modules of a model it changes
-        nothing."""
+        """Sets whether the next backwards end a step. Changes nothing if it is called for a part of
+        a model: each backward reduces sharded gradients, because no unsharded ones are kept."""
         if len(_chosen(self, recurse)) == len(marked(root_of(self))):
             self.set_is_last_backward(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sets whether the next backwards sum gradients over replicas, which is done once a
-        step."""
+        """Sets whether the next backwards sum gradients over replicas. That is done once a step, so
+        it is `set_requires_gradient_sync` for a model with replicas; without them, a no-op."""
         if mark_on(self).options.groups[1] is not None:
             self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
@@ -166,20 +171,20 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether they are resharded after each backward."""
+        """Does what `set_reshard_after_forward` does: one setting is for both."""
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether parameters that no loss reads have zeros for gradients, and not None."""
+        """Sets the gradient of parameters that no rank's loss reads: zeros if True, else None."""
         engine = engine_of(self)
         groups = [group for mark in _chosen(self, recurse) for group in mark.unit.groups]
         engine.zero_absent_grads(groups, reduce_scatter_unused_params)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides sums of gradients by `factor` and not by the number of ranks. For all modules of
-        a model, before its parameters are read. RuntimeError after that."""
+        """Divides sums of gradients by `factor` and not by the number of ranks, in the whole model.
+        RuntimeError if the model is sharded already, as its parameters were read or it ran."""
         model = mark_on(self).model
         if model.engine is not None:
             raise RuntimeError(
@@ -191,9 +196,12 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Has `hook` change in place what each reduction of this module's gradients gives: means
-        over the ranks, before they are added to `.grad`. With replicas, what the last axis gives
-        once a step. It runs in the stream of reductions, or in `stream`."""
+        """Registers `hook`, which changes reduced gradients of this module in place.
+
+        It gets means over the ranks, before they are added to `.grad`: after each reduction, or
+        with replicas once a step, after the reduction over these. It runs in the stream of
+        reductions, or in `stream`. ValueError for a `stream` with replicas.
+        """
         mark = mark_on(self)
         if stream is not None and mark.options.groups[1] is not None:
             raise ValueError(
@@ -216,8 +224,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
     set_custom_reduce_scatter = set_custom_all_gather
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
-    # What torch's functions ask of the state of a module: `register_fsdp_forward_method` to run a
-    # method as its forward is run, `share_comm_ctx` for streams, which are the engine's.
+    # Names that functions of torch read of a module's state. `register_fsdp_forward_method` calls
+    # the two hooks around a method. `share_comm_ctx` looks for streams, which the engine has.
     _comm_ctx = None
     _fsdp_param_groups = ()
 
@@ -244,12 +252,12 @@ class FSDP2Module(NotCopyable, FSDPModule):
 
 
 def _chosen(module: Any, recurse: bool) -> list[Mark]:
-    """The mark of `module`, with those of the modules in it if it is to `recurse`."""
+    """The mark of `module`; if it is to `recurse`, also those of the marked modules in it."""
     return [mark for one, mark in marked(module) if recurse or one is module]
 
 
 def _run_in(stream: Any, hook: Callable[[torch.Tensor], None], output: torch.Tensor) -> None:
-    """Runs `hook` in `stream`, between what the current one has before and after."""
+    """Runs `hook` in `stream`: after the earlier work of the current stream, before its later."""
     device = torch.get_device_module(output.device)
     current = device.current_stream()
     stream.wait_stream(current)
@@ -259,7 +267,7 @@ def _run_in(stream: Any, hook: Callable[[torch.Tensor], None], output: torch.Ten
 
 
 def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Changes the speed of torch's FSDP2 alone."""
+    """No-op: the method only tunes the speed of torch's FSDP2."""
 
 
 HINTS = (
@@ -290,20 +298,20 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Makes `module` a unit of a sharded model, in place, as torch's function of this name.
+    """Makes `module` a unit of a sharded model, in place, like torch's function of this name.
 
     Args:
-        module: a module, or a list of modules, which become one unit. To be called for the modules
-            inside of others first, for the model last.
+        module: a module, or a list of modules, which become one unit. Call it for inner modules
+            first, for the model last.
         mesh: the ranks to shard over, and the type of their devices, to which parameters and
             buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
             or two: (replicas, shards). A dim of one rank with a model-parallel name ("tp", say) is
             left out. ValueError if it has more.
-        reshard_after_forward: whether weights go after forward. None: True, but for the root,
-            whose weights stay through a pass. A number of ranks, to which torch's would reshard
-            them, is True.
-        shard_placement_fn: asked for each parameter; rows of dim 0 are cut, whatever it returns for
-            padding. ValueError for another dim.
+        reshard_after_forward: False keeps weights gathered after forward. Any other value
+            reshards them after forward; a number of ranks too, to which torch's would reshard them.
+            The root's weights stay through a pass with any value.
+        shard_placement_fn: called with each parameter. It may return None or Shard(0), as rows are
+            cut along dim 0 anyway. ValueError for another dim.
         mp_policy: `param_dtype` and `reduce_dtype` are those of the model, equal in all calls.
         offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
             `fully_shard_optimizer` steps on the device, unit by unit.
@@ -314,7 +322,8 @@ def fully_shard(
         `module`, whose class is a subclass of its own one and of torch's `FSDPModule`.
 
     Raises:
-        ValueError: what cannot be sharded, in this call or, for the model, when it is sharded.
+        ValueError: a module or an argument that cannot be followed. Problems of the whole model are
+            raised when it is sharded: at the first read of its parameters, or its first run.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     options = FullyShardOptions(
@@ -326,6 +335,7 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         device_type=device_type_of(mesh),
     )
+    # All are checked before one is changed.
     for one in modules:
         with unsharded_reads(one):
             _check(one, shard_placement_fn, options.ignored)
@@ -333,6 +343,7 @@ def fully_shard(
         model = Model(weakref.ref(one))
         one.__dict__[MARK] = Mark(options, model)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
+        # `one` is the outermost marked module now: the marks in it, and its own, get its model.
         for _, mark in marked(one):
             mark.model = model
         await_reads(one, mark_on(one))
@@ -363,13 +374,13 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
     has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and has_no_forward:
         yield "it has no forward. Call fully_shard for its entries"
-    inside = [mark.model for _, mark in marked(module)]
-    if any(model.engine is not None for model in inside):
+    models = [mark.model for _, mark in marked(module)]
+    if any(model.engine is not None for model in models):
         yield (
             "modules in it are sharded already, as their parameters were read, or they have run. "
             "Call fully_shard for the model before that"
         )
-    if any(model.divide_factor is not None for model in inside):
+    if any(model.divide_factor is not None for model in models):
         yield (
             "set_gradient_divide_factor was called for modules in it, but holds for a whole model. "
             "Call it for the model"

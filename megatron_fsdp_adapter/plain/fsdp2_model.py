@@ -51,8 +51,15 @@ BUILT = "built"
 
 @dataclass(frozen=True)
 class FullyShardOptions:
-    """The arguments of one call of `fully_shard`. groups: of the shard axis, and of the replicas;
-    mesh: of parameters, if the call has one; device_type: of the devices that have the shards."""
+    """The arguments of one call of `fully_shard`.
+
+    Attributes:
+        groups: those of the shard axis and of the replicas.
+        mesh: the mesh that parameters show; None if the call has none.
+        reshards: whether weights are resharded after forward.
+        ignored: parameters that are not sharded.
+        device_type: type of the devices that have the shards.
+    """
 
     groups: MeshGroups
     mesh: DeviceMesh | None
@@ -67,7 +74,7 @@ class FullyShardOptions:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The dtype to which inputs are cast; None for no casts."""
+        """The dtype to which inputs are cast; None if they are not."""
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
     def of_the_model(self) -> dict[str, Any]:
@@ -81,18 +88,19 @@ class FullyShardOptions:
 
 def _check_compute_dtype(dtype: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that weights cannot have in a forward."""
-    Policy(compute_dtype=dtype)  # the engine's, which checks its dtypes
+    Policy(compute_dtype=dtype)  # the engine's policy, which raises when it is made
 
 
 @dataclass(eq=False)
 class Model:
-    """The modules that are sharded together: the outermost marked one, the root, with all in it."""
+    """The modules that are sharded together: the outermost marked one, the root, and all in it."""
 
-    # Does not keep the root alive.
+    # Weak, as modules refer to this by their marks.
     root: weakref.ref[nn.Module]
-    # PENDING until it is sharded; ON_META while its parameters are DTensors without memory.
+    # PENDING until it is sharded; ON_META while it shows DTensors without memory (`shows_meta`);
+    # BUILDING while it is sharded, or in `unsharded_reads`; then BUILT.
     state: str = PENDING
-    # Once it is sharded.
+    # None until it is sharded.
     engine: UserLoopEngine | None = None
     # What sums of gradients are divided by; None for the number of ranks.
     divide_factor: float | None = None
@@ -102,20 +110,21 @@ class Model:
 class Mark:
     """The mark of a module that `fully_shard` was called with."""
 
-    # Those of its call, which it shares with no other call's modules.
+    # The options of its call: one object for the modules of one call, and another for each call.
     options: FullyShardOptions
-    # Of the outermost marked module around it.
+    # The model whose root is the outermost marked module around it.
     model: Model
-    # The module's unit, once the model is sharded.
+    # The module's unit; None until the model is sharded.
     unit: Any = None
 
 
 class PendingParameters(dict[str, Any]):
-    """`_parameters` of a module in a model that is to be sharded. `items`, which `parameters()` of
-    a module around the model calls, shards the model first; reads by name do not."""
+    """`_parameters` of a module in a model that is to be sharded. `items` shards the model first:
+    `parameters()` of a module around the model calls it. Reads by name shard nothing."""
 
-    # Of the module that was given to `fully_shard`, and the one whose parameters these are.
+    # The mark of the module that was given to `fully_shard`.
     mark: Mark
+    # The module whose parameters these are.
     owner: nn.Module
 
     def items(self) -> Any:
@@ -131,7 +140,8 @@ class PendingParameters(dict[str, Any]):
 
 
 def await_reads(module: nn.Module, mark: Mark) -> None:
-    """Makes reads of all parameters of a module in `module`, which has `mark`, shard the model."""
+    """Makes the next listing of parameters of `module`, which has `mark`, or of a module in it,
+    shard the model."""
     for owner in module.modules():
         if type(owner._parameters) is dict and owner._parameters:
             pending = PendingParameters(owner._parameters)
@@ -142,14 +152,14 @@ def await_reads(module: nn.Module, mark: Mark) -> None:
 
 @contextlib.contextmanager
 def unsharded_reads(module: nn.Module) -> Iterator[None]:
-    """Within it, reads of parameters of `module` shard no model, and give plain parameters if it is
-    not sharded yet."""
+    """Within it, reads of parameters of `module` shard no model. If the model is not sharded yet,
+    they give plain parameters, and the model is PENDING after."""
     models = {mark.model for _, mark in marked(module) if mark.model.state in (PENDING, ON_META)}
     for model in models:
         model.state = BUILDING
     for owner in module.modules():
         for name, shown in dict.items(owner._parameters):
-            plain = getattr(shown, "_fsdp_plain", None)
+            plain = getattr(shown, "_fsdp_plain", None)  # if `shown` is a DTensor of `shows_meta`
             if plain is not None:
                 plain.requires_grad = shown.requires_grad  # type: ignore[union-attr]
                 owner._parameters[name] = plain
@@ -193,8 +203,11 @@ def names_on_meta(module: nn.Module) -> list[str]:
 
 
 def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
-    """The engine of the model; shards the model first, if that has not happened. `runs`: for a
-    forward. RuntimeError if parameters have no values for it."""
+    """The engine of the model of `module`; shards the model first, if that has not happened.
+
+    runs: the caller is about to run a forward. RuntimeError if parameters are on the meta device,
+        when that is the first use of the model.
+    """
     model = mark_on(module).model
     if model.engine is None:
         root = root_of(module)
@@ -211,9 +224,12 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
 
 
 def shows_meta(module: Any) -> bool:
-    """True if the model is all on the meta device and waits for values: its parameters are then
-    DTensors there, which torch's own, even split has cut. They become the sharded parameters, whose
-    rows follow from all units of the model, when that is sharded."""
+    """True if the model is not sharded and all its parameters are on the meta device. They are then
+    shown as DTensors.
+
+    These DTensors have no memory, and torch's even split of rows for now: the final rows depend on
+    all units. When the model is sharded, the same objects become its sharded parameters.
+    """
     root = root_of(module)
     model = mark_on(root).model
     if model.state is not PENDING:
@@ -226,7 +242,7 @@ def shows_meta(module: Any) -> bool:
     replicas = [Replicate()] * (mesh.ndim - 1)
     for one in sharded:
         param = one.param
-        like = param.detach().view(param.shape or (1,))
+        like = param.detach().view(param.shape or (1,))  # a scalar is one row
         made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
         shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
         shown._fsdp_plain = param
@@ -246,6 +262,7 @@ def _build(root: nn.Module) -> None:
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
     with unsharded_reads(root):
+        # From now on reads shard nothing.
         for module in root.modules():
             if isinstance(module._parameters, PendingParameters):
                 module._parameters = dict(module._parameters)
@@ -259,13 +276,13 @@ def _build(root: nn.Module) -> None:
 
 
 def _sharded_params(root: nn.Module) -> list[ManagedParam]:
-    """Parameters below `root` that no call ignores."""
+    """Parameters of `root` and the modules in it that no call ignores."""
     ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
     return [one for one in managed_params(root) if id(one.param) not in ignored]
 
 
 def _domain(root: nn.Module) -> ShardDomain:
-    """The ranks that share the model `root`."""
+    """The domain of the model `root`: the ranks that share it, and the scale of its gradients."""
     mark = mark_on(root)
     options = mark.options
     shard, outer = options.groups
@@ -313,7 +330,7 @@ def _engine(root: nn.Module) -> UserLoopEngine:
 
 
 def _plans(root: nn.Module, sharded: Iterable[ManagedParam]) -> list[UnitPlan]:
-    """The plans of the units of the model `root`, with those parameters."""
+    """The plans of the units of the model `root`, over the parameters `sharded`."""
     ids = {id(one.param) for one in sharded}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     look_ups = {nn.Embedding}
@@ -330,27 +347,27 @@ def _plans(root: nn.Module, sharded: Iterable[ManagedParam]) -> list[UnitPlan]:
         format_of=format_of,
         compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
     )
-    return _as_called(plans)
+    return _joined_by_call(plans)
 
 
 def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Tells marks their units, and parameters whose weights stay after forward how to gather
-    them."""
+    """Sets the unit of each mark. Parameters of units whose weights stay after forward get the
+    function that gathers them."""
     for _, mark in marked(root):
         mark.unit = engine.root
     for unit, plan in zip(engine.units, plans, strict=True):
-        for own in plan.modules:
-            mark_on(own).unit = unit
-        if plan.strategy is not None:
-            reach = functools.partial(_reached, weakref.ref(engine), unit.ordinal)
+        for module in plan.modules:
+            mark_on(module).unit = unit
+        if plan.strategy is not None:  # its weights stay after forward
+            gathers = functools.partial(_gathers_for_read, weakref.ref(engine), unit.ordinal)
             for group in unit.groups:
                 for param in group.params:
-                    param._fsdp_reach = reach  # type: ignore[attr-defined]
+                    param._fsdp_reach = gathers  # type: ignore[attr-defined]
 
 
-def _reached(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
-    """Gathers a unit whose weights stay after forward, when a forward reads them without a call of
-    their module: a loss that computes with the weight of an output layer."""
+def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
+    """Gathers a unit, if a forward runs; True if so. For weights that are read without a call of
+    their module: by a loss that computes with the weight of an output layer, for example."""
     alive = engine()
     if alive is None or alive.running_root is None:
         return False
@@ -358,12 +375,12 @@ def _reached(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
     return True
 
 
-def _as_called(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
-    """`plans`, of which those of modules that one call was given are one, whose weights stay after
-    forward if it says so."""
+def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+    """`plans`, those of the modules of one call joined to one. Where the call says that weights
+    stay after forward, the plan gets the strategy that does this."""
     found: dict[int, UnitPlan] = {}
     for plan in plans:
-        call = id(plan)
+        call = id(plan)  # the root's plan is no call's, and stays alone
         if plan.module is not None:
             options = mark_on(plan.module).options
             call = id(options)
@@ -376,7 +393,7 @@ def _as_called(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
 
 
 def _options_that_differ(options: Sequence[FullyShardOptions]) -> list[str]:
-    """The first option, if any, that is to be equal in all calls for a model and is not."""
+    """One problem, or none: the first option that is not equal in all calls, but must be."""
     first = options[0].of_the_model()
     for one in options:
         for name, value in one.of_the_model().items():
@@ -389,9 +406,12 @@ def _options_that_differ(options: Sequence[FullyShardOptions]) -> list[str]:
 
 
 def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConfig:
-    """The engine's configuration. Gradients and optimizer state have the parameters' dtype, as
-    under FSDP2, if gradients may have it. Gradients are sent in bfloat16 if it is asked for, or all
-    modules compute in it."""
+    """The engine's configuration.
+
+    Gradients accumulate in bfloat16 if all parameters have it, as under FSDP2, else in float32.
+    They are sent in `reduce_dtype`. Without one they are sent in bfloat16 if all modules compute in
+    it, and otherwise as they accumulate; so too for float16, which the engine does not send.
+    """
     own = trained_dtype(root)
     first = options[0]
     wire = first.policy.reduce_dtype
@@ -410,14 +430,15 @@ def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConf
 @functools.cache
 def _distribute_rows() -> None:
     """Makes `set_optimizer_state_dict` cut unsharded tensors into the rows that a rank has of our
-    parameters. torch's own function, which still serves all other tensors, cuts evenly."""
+    parameters. It replaces a function of torch, which cuts evenly; for tensors of others the
+    replacement calls that function. Once a process."""
     original = _state_dict_utils.distribute_tensor
 
     @functools.wraps(original)
     def distribute(
         tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> Any:
-        # The last one has the rows: those before it cut nothing.
+        # The last OwnRows has the extent of the rows; placements before it cut nothing.
         rows = next((p for p in reversed(placements or ()) if isinstance(p, OwnRows)), None)
         if rows is None:
             return original(tensor, device_mesh, placements, **options)

@@ -38,8 +38,9 @@ from .user_loop import UserLoopEngine, mark_shards
 
 
 class FullyShardedModel(GradSync, ShardedStateDict):
-    """A sharded module: called like the module, with its parameters as DTensors of this rank's rows
-    outside of forward and backward. State-dict keys and parameter names begin with "module.".
+    """A sharded module, which is called like the module. Outside of forward and backward its
+    parameters are DTensors of this rank's rows. State-dict keys and parameter names begin with
+    "module.".
 
     Buffers (running statistics) are each rank's own: nothing here reduces them.
     """
@@ -67,24 +68,24 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         self.engine.zero_grads()
 
     def main_weights_changed(self) -> None:
-        """Parameters were written while a forward waited for its backward: later forwards, of every
-        rank, read the new values. At any other time writes are seen without this call."""
+        """Has later forwards, of every rank, read parameters as they are now. Call it after writes
+        while a forward waited for its backward. Writes at any other time are seen without it."""
         self.engine.main_weights_changed(loaded=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and sharded DTensors: the same ones at any time, except while a forward runs or
-        waits for its backward."""
+        """Names and parameters: the same DTensors each time, except while a forward runs or waits
+        for its backward. Then they are the unsharded parameters."""
         self.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before,
-        0-dim float32, equal on all ranks. To be called between backward and step.
+        """Scales all gradients so that their norm is at most `max_norm`. Returns the norm before
+        that: 0-dim float32, equal on all ranks. Call it between backward and step.
 
         Args:
             norm_type: p of the p-norm over all elements of all gradients, above 0; `inf` for the
-                largest magnitude.
+                largest magnitude. ValueError for others.
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: must be above 0, or float('inf')")
@@ -98,23 +99,25 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return norm
 
     def _norm(self, shards: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The norm of the elements of all ranks' `shards`, none of which is empty; collective."""
+        """The norm of the elements of all ranks' `shards`; collective. No shard may be empty: an
+        empty tensor has no largest magnitude."""
         config = self.engine.config
-        largest = norm_type == float("inf")
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        is_max_norm = norm_type == float("inf")
+        op = dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
         total = torch.zeros((), device=self.engine.runtime.device)
         if shards:
             norms = torch.stack(torch._foreach_norm([s.float() for s in shards], norm_type))
-            total = norms.max() if largest else norms.pow(norm_type).sum()
+            total = norms.max() if is_max_norm else norms.pow(norm_type).sum()
+        # Plain modules have one domain.
         [domain] = {id(group.domain): group.domain for group in self.engine.groups}.values()
-        if largest:
-            # A maximum over ranks drops NaN, so it is sent beside it.
+        if is_max_norm:
+            # A maximum over ranks drops NaN, so a flag for NaN goes beside the value.
             total = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan()])
         if config.strategy.shard_main:
             dist.all_reduce(total, op, domain.reduce_group)
         if config.shard_outer and domain.outer is not None:
             dist.all_reduce(total, op, domain.outer.group)
-        if not largest:
+        if not is_max_norm:
             return total.pow(1.0 / norm_type)
         value, is_nan = total
         return torch.where(is_nan > 0, math.nan, value)
@@ -134,6 +137,11 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 def _index_over(
     mesh: Ranks, module: nn.Module, mean: bool, outer_name: str
 ) -> FSDPDistributedIndex:
+    """The index over the ranks of `mesh`. mean: gradients are divided by the number of ranks.
+
+    ValueError: an unknown `outer_name` (`outer_dp_sharding_strategy`), or one that needs an outer
+    axis, which `mesh` does not have.
+    """
     groups = data_parallel_groups(mesh)
     shard, outer = groups
     if outer_name not in OUTER_STRATEGIES:
@@ -175,30 +183,33 @@ def fully_shard_model(
     sync_model_each_microbatch: bool = True,
     init_model_with_meta_device: bool = False,
 ) -> FullyShardedModel:
-    """Shards the parameters of `module`, which moves into what is returned.
+    """Shards the parameters of `module`; returns the sharded module, which holds `module`.
 
     Args:
-        module: on its device, in the dtypes that it computes in, weights of Transformer Engine's
-            layers also quantized (`fp8_model_init`). All ranks get the first one's weights. With
-            `init_model_with_meta_device` it may be on the meta device: modules are then
+        module: on its device, in the dtypes that it computes in. Weights of Transformer Engine's
+            layers may also be quantized (`fp8_model_init`). All ranks get the first rank's weights.
+            With `init_model_with_meta_device` it may be on the meta device: modules are then
             initialized by their `reset_parameters` (or `_reset_parameters`), in module order, one
             unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
-            or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
-            or, with `outer_dp_sharding_strategy="optim"`, split again. A "tp" of 1 is left out.
+            or a 2-D mesh (outer axis, shard axis). Shards are replicated along the outer axis, or
+            split again with `outer_dp_sharding_strategy="optim"`. A "tp" of 1 is left out.
         fsdp_unit_modules: classes, their names or import paths, whose instances are gathered and
             reduced one by one, and which all ranks call alike; [] for the whole module at once. By
             default those in `_no_split_modules`, else the entries of the largest lists of layers.
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
-        mixed_precision_policy: dtypes of main weights, main gradients and communication, and of
-            units while they compute, whose inputs are cast too.
+        mixed_precision_policy: dtypes of main weights, main gradients and communication. With a
+            compute dtype, units compute in it, and their inputs are cast to it.
         average_gradients: whether gradients are the mean over ranks, or the sum.
         chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
             are in host memory; a step brings both to the device, one unit after the other.
-        sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
+        sync_model_each_microbatch: backward ends with finished gradients (`set_model_auto_sync`).
 
-    The other options are Megatron's. ValueError: no trainable parameters, a module that is sharded
-    already or on several devices, a unit class that matches nothing, a wrong value.
+    The other options are Megatron's.
+
+    Raises:
+        ValueError: no trainable parameters, a module that is sharded already or on several devices,
+            a unit class that matches nothing, a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
     raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
@@ -207,6 +218,7 @@ def fully_shard_model(
         policy=mixed_precision_policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
+        # `_index_over` refuses an unknown name.
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
         reduce_scatter=ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER,
         offload=chunked_optimizer_state_offload,

@@ -6,8 +6,8 @@
         model, optimizer, mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block]
     )
 
-`as_megatron_fsdp` is a package of that name with them. Arguments that have no effect are
-`HINTS`; those that cannot be followed are refused where they are given.
+The folder `as_megatron_fsdp` has a package of that name, which exports them. `HINTS` lists the
+arguments that have no effect. Arguments that cannot be followed raise ValueError.
 """
 
 from __future__ import annotations
@@ -61,30 +61,34 @@ gradients are under both names, and gathers and reductions are the engine's."""
 
 
 ShardingStrategy = IntEnum("ShardingStrategy", [*map(str.upper, STRATEGIES)], start=0)  # type: ignore[misc]
-"""The numbers of strategies."""
+"""The strategies by their numbers in `megatron_fsdp`."""
 
 
 def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
-    """The units among `named`, classes of modules below `module`; warns of the others. ValueError
-    for what is no class."""
+    """The entries of `named` that match a module below `module`; warns of the others, which have no
+    effect. ValueError if `named` is no list, or no class is found for an entry."""
     if isinstance(named, str | type):
         raise_problems(SUBJECT, unit_problems(module, named))
     classes = [(one, classes_of(module, [one])) for one in named or ()]
     unknown = [one for one, kinds in classes if not kinds]
     raise_problems(SUBJECT, unit_problems(module, unknown))
-    _, *below = module.modules()
+    _, *below = module.modules()  # `module` itself is the root, and no unit
     found = [one for one, kinds in classes if any(isinstance(child, kinds) for child in below)]
-    left = [one for one, _ in classes if one not in found]
-    if left:
+    unmatched = [one for one, _ in classes if one not in found]
+    if unmatched:
         warn(
-            f"{UNITS}={left}: no module below {type(module).__name__} is of these classes, so "
+            f"{UNITS}={unmatched}: no module below {type(module).__name__} is of these classes, so "
             "they have no effect"
         )
     return found
 
 
 def _ddp_config(**given: Any) -> SimpleNamespace:
-    """The fields that are read of a `DistributedDataParallelConfig`."""
+    """A `ddp_config` for `MegatronFSDP`: the `given` fields, and defaults for the others.
+
+    The constructor reads all of them but `outer_dp_sharding_strategy`, which users see in
+    `ddp_config`. Whether the outer axis is sharded is in the `dist_index`.
+    """
     defaults = {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "outer_dp_sharding_strategy": "no_shard",
@@ -97,7 +101,8 @@ def _ddp_config(**given: Any) -> SimpleNamespace:
 
 
 def _check_followed(module: nn.Module, config: Any) -> None:
-    """Raises ValueError for a `ddp_config`, or a module, that cannot be followed."""
+    """Raises ValueError for a `ddp_config` that asks for one graph of a step, and for a module with
+    experts."""
     graph = getattr(config, "megatron_fsdp_cuda_graph_mode", None)
     if graph:
         raise ValueError(
@@ -109,10 +114,16 @@ def _check_followed(module: nn.Module, config: Any) -> None:
 
 
 class MegatronFSDP(FullyShardedModel):
-    """A sharded module. Arguments are those of `fully_shard_model`, but for what `dist_index` and
-    `ddp_config` hold; those after `report_nan_in_param_grad` have no effect.
+    """A sharded module. Its arguments are those of `fully_shard_model`, with two exceptions:
 
-    Methods that Megatron's loop calls around a pass do nothing where the engine does it by itself.
+    - `dist_index` holds the groups, and whether the outer axis is sharded.
+    - `ddp_config` holds the strategy, the overlaps and `keep_fp8_transpose_cache`. The argument
+      `keep_fp8_transpose_cache` is read only without a `ddp_config`.
+
+    `disable_bucketing`, and the arguments after `report_nan_in_param_grad`, have no effect.
+
+    Megatron's loop calls some methods around a pass. Those do nothing if the engine does their work
+    by itself.
     """
 
     def __init__(
@@ -137,6 +148,7 @@ class MegatronFSDP(FullyShardedModel):
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: Any = None,
     ) -> None:
+        # A given `ddp_config` has its own `keep_fp8_transpose_cache`.
         given = ddp_config or _ddp_config(keep_fp8_transpose_cache=keep_fp8_transpose_cache)
         _check_followed(module, given)
         policy = mixed_precision_policy
@@ -167,7 +179,7 @@ class MegatronFSDP(FullyShardedModel):
         self.ddp_config = given
         self.mp_policy = policy
         self.data_parallel_sharding_strategy = strategy
-        # Without effect.
+        # Always 0 here.
         self.microbatch_count = 0
         self.set_model_auto_sync(sync_model_each_microbatch)
         for param in self.parameters():
@@ -193,14 +205,14 @@ class MegatronFSDP(FullyShardedModel):
         return self.engine.auto_sync
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Sets whether each of the next backwards ends a step. If not, the optimizer's step does,
-        or `finish_grad_sync`: until then gradients are summed, and `.grad` is None."""
+        """Sets whether each of the next backwards ends a step. If not, the optimizer's step or
+        `finish_grad_sync` ends it. Until then gradients are summed, and `.grad` is None."""
         self.engine.auto_sync = sync_model
         self.engine.is_last_microbatch = sync_model
 
     @property
     def is_last_microbatch(self) -> bool:
-        """True if the next backward is the last before a step."""
+        """True if the next backward may be the last before a step; False if another one follows."""
         return self.engine.is_last_microbatch is not False
 
     @is_last_microbatch.setter
@@ -208,14 +220,14 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.is_last_microbatch = value
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Completes this step's reductions and attaches `.grad`."""
+        """Completes this step's reductions and attaches `.grad`; with any `force_all_reduce`."""
         self.engine.finish_grads()
 
     attach_grad_to_optimizer_state = finish_grad_sync
     zero_grad_buffer = FullyShardedModel.zero_grad
 
     def install_optimized_model_weights(self) -> None:
-        """The next forward reads the weights as they are now."""
+        """Has the next forward read the weights as they are now."""
         self.engine.main_weights_changed()
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -224,12 +236,12 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.scale_grads(scaling_factor)
 
     def get_distributed_index(self) -> NamedDimsIndex:
-        """The groups."""
+        """The `dist_index` that was given: the groups behind the mesh's dims."""
         return self.dist_index
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: Any) -> Iterator[None]:
-        """Does nothing: dtypes are those that the model was sharded with."""
+        """Does nothing: the model keeps the dtypes that it was sharded with."""
         yield
 
     def _replace_param_with_distributed_if_needed(self) -> None:
@@ -239,7 +251,7 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.to_unsharded()
 
     def _does_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """No-op: the engine does it by itself when it is due."""
+        """No-op: the engine does this work by itself when it is due."""
 
     start_param_sync = _does_nothing
     start_grad_sync = _does_nothing
@@ -250,7 +262,7 @@ class MegatronFSDP(FullyShardedModel):
 
 
 def _strategy(option: str, value: str | int, names: Collection[str]) -> str:
-    """The name of a strategy that is given by name or number."""
+    """The name, one of `names`, of a strategy that is given by name or by number."""
     if value in names:
         return str(value)
     if isinstance(value, int) and 0 <= value < len(names):
@@ -296,15 +308,18 @@ def fully_shard_model(
     """Shards `module` over the ranks of `dp_shard_dim`. `HINTS` are arguments without effect.
 
     Args:
-        device_mesh: of named dims; all ranks if there is none, whatever dims are named then.
-        dp_shard_dim, dp_outer_dim: its dims, flattened ones too, of the shards, and of replicas or,
-            with `outer_dp_sharding_strategy` 1, of shards of shards.
-        tp_dim: is looked up and not used: tensors are whole, or already cut on each of its ranks.
-        fsdp_unit_modules: classes or import paths of modules that are gathered one by one; those
+        device_mesh: a mesh with named dims. Without one all ranks have shards; `dp_outer_dim`,
+            `tp_dim` and `hybrid_fsdp_group` are ignored then.
+        dp_shard_dim: the dim whose ranks have the shards. It may be a flattened one.
+        dp_outer_dim: the dim of replicas. With `outer_dp_sharding_strategy` 1 its ranks split each
+            shard again.
+        tp_dim: a dim that must exist. It is not used: each of its ranks has whole tensors, or has
+            them cut already.
+        fsdp_unit_modules: classes or import paths of modules that are gathered one by one. Those
             that match no module below `module` are left out, with a warning.
         calculate_per_token_loss: gradients are the sum over ranks, not the mean.
 
-    ValueError: an argument that is wrong, or cannot be followed (`expt_device_mesh`,
+    ValueError: a wrong argument, one that cannot be followed (`expt_device_mesh`,
     `cuda_graph_mode`), or a module that cannot be sharded.
     """
     strategy = _strategy("zero_dp_strategy", zero_dp_strategy, STRATEGIES)
@@ -350,9 +365,12 @@ def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
     """Makes `optimizer`, over the parameters of a `MegatronFSDP`, step on this rank's shards;
-    returns it. Its state is there from the start, so that `state_dict()` is what torch DCP loads
-    into; no weight and no step count changes by that. ValueError as from `fully_shard_optimizer`
-    of this package."""
+    returns it.
+
+    Its state is made at once, so that torch DCP can load into `state_dict()`. That changes no
+    weight and no step count. An optimizer whose state is unknown gets a warning instead.
+    ValueError as from `fully_shard_optimizer` of this package.
+    """
     plain_optimizer.fully_shard_optimizer(optimizer)
     optimizer.__class__ = _with_keywords(type(optimizer))  # type: ignore[arg-type]
     if is_known(optimizer):
@@ -367,7 +385,7 @@ def fully_shard_optimizer(
 
 @functools.cache
 def _with_keywords(base: Any) -> type:
-    """A subclass whose methods take the keywords of `megatron_fsdp`'s."""
+    """A subclass of `base` whose methods take the keywords that `megatron_fsdp` gives them."""
 
     @functools.wraps(base.step)
     def step(
@@ -377,7 +395,8 @@ def _with_keywords(base: Any) -> type:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Gradients are complete before, and weights new after it, with either value."""
+        """Takes a step. The keywords have no effect: gradients are always completed before, and the
+        next forward always reads the new weights."""
         return base.step(self, *args, **kwargs)
 
     def zero_grad(self: Any, set_to_none: bool = True, zero_grad_buffer: bool = True) -> None:
@@ -395,18 +414,21 @@ def _with_keywords(base: Any) -> type:
 def fully_shard(
     module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """Shards `module` as `fully_shard_model`, whose arguments follow, and `optimizer`, which was
-    made with the parameters of `module` and has taken no step. Its groups stay what they are.
+    """Shards `module` by `fully_shard_model`, which gets the other arguments, and then `optimizer`.
+
+    The optimizer was made with the parameters of `module` and has taken no step. Its groups keep
+    their order and options, and get the sharded parameters.
 
     Raises:
-        ValueError: parameters that are not of `module`, or state of some; and as both do.
+        ValueError: the optimizer has parameters that are not of `module`, or state already; and the
+            reasons of `fully_shard_model` and `fully_shard_optimizer`.
     """
     names = {id(param): name for name, param in module.named_parameters()}
-    groups = []
+    names_by_group = []
     foreign = 0
     for group in optimizer.param_groups:
         members = [names.get(id(param)) for param in group["params"]]
-        groups.append(members)
+        names_by_group.append(members)
         foreign += members.count(None)
     if foreign or optimizer.state:
         raise ValueError(
@@ -417,18 +439,20 @@ def fully_shard(
         )
     model = fully_shard_model(module, *args, **options)
     params = dict(model.named_parameters())
-    for group, kept in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [params[f"module.{name}"] for name in kept]
+    for group, members in zip(optimizer.param_groups, names_by_group, strict=True):
+        group["params"] = [params[f"module.{name}"] for name in members]
     return model, fully_shard_optimizer(optimizer)
 
 
+# The signature shows the arguments of `fully_shard_model` in the place of `*args, **options`.
 _own = list(inspect.signature(fully_shard).parameters.values())[:2]
 _rest = list(inspect.signature(fully_shard_model).parameters.values())[1:]
 fully_shard.__signature__ = inspect.Signature(_own + _rest)  # type: ignore[attr-defined]
 
 
 def find_megatron_fsdp(model: Any) -> MegatronFSDP | None:
-    """The `MegatronFSDP` that `model` is, or holds in its `module` at any depth; None without."""
+    """The `MegatronFSDP` that `model` is, or holds in its `module` at any depth; None if there
+    is none."""
     while model is not None and not isinstance(model, MegatronFSDP):
         model = getattr(model, "module", None)
     return model

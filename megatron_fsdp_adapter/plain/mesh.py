@@ -31,8 +31,8 @@ def rank_count(groups: MeshGroups) -> int:
 
 
 def device_type_of(mesh: Ranks) -> str:
-    """The type of the devices that have the shards, chosen as torch's `fully_shard` does: the
-    mesh's; without a mesh this machine's accelerator, or "cpu" where there is none."""
+    """The type of the devices that have the shards: the mesh's. Without a mesh it is this machine's
+    accelerator, or "cpu" if there is none, as torch's `fully_shard` chooses."""
     if isinstance(mesh, DeviceMesh):
         return mesh.device_type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -50,16 +50,16 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
         mesh that has others too.
 
     Raises:
-        ValueError: `mesh` has more dims, dims without names, or a dim of several model-parallel
-            ranks.
+        ValueError: `mesh` has more dims, two without names, or a dim of several model-parallel
+            ranks; or `dims` names none for shards.
     """
     if mesh is None:
         return dist.distributed_c10d._get_default_group(), None
     if not isinstance(mesh, DeviceMesh):
         return mesh, None
     if dims is not None:
-        shard = _joined(mesh, dims.shard_names)
-        outer = _joined(mesh, dims.replicate_names)
+        shard = _group_along(mesh, dims.shard_names)
+        outer = _group_along(mesh, dims.replicate_names)
         if shard is None:
             raise ValueError(
                 f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
@@ -94,11 +94,13 @@ def data_parallel_mesh(mesh: Any, dims: Any = None) -> DeviceMesh | None:
 
 
 def _axes(mesh: DeviceMesh) -> list[int]:
+    """The numbers of the data-parallel dims of `mesh`."""
     return [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
 
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
-    """True if a dim, by its name, is no axis of data parallelism."""
+    """True if a dim, by its name, is no axis of data parallelism. ValueError if it has several
+    ranks then."""
     names = mesh.mesh_dim_names
     if not names or names[axis] not in MODEL_PARALLEL:
         return False
@@ -111,7 +113,8 @@ def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
     return True
 
 
-def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+def _group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """The group of the ranks along all of these dims; None without names."""
     if not names:
         return None
     if len(names) == 1:

@@ -28,11 +28,18 @@ def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup
 
 
 class NamedDimsIndex(Index):
-    """The groups behind named dims of a mesh. hybrid_fsdp_group: both data-parallel dims together,
-    which `get_dp_group` gives; nothing else needs it.
+    """The groups behind named dims of a mesh.
+
+    Args:
+        tp_dim: must exist in the mesh; nothing else needs it.
+        hybrid_fsdp_group: the ranks of both data-parallel dims, which `get_dp_group` returns.
+            Nothing else needs it.
+        hsdp_outer_dp_shard: whether the outer dim is sharded over; no effect without one.
+        hybrid_fsdp_expt_group, expt_fsdp_group_ag: have no effect.
 
     Raises:
-        ValueError: a dim that the mesh has not, or a mesh of experts.
+        ValueError: a dim that the mesh does not have, `hybrid_fsdp_group` without `dp_outer_dim`,
+            or a mesh of experts.
     """
 
     def __init__(
@@ -79,5 +86,5 @@ class NamedDimsIndex(Index):
         return self._mesh
 
     def get_submesh(self, mesh_dim_names: Any, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The part of it over the named dims."""
+        """The part of the given mesh over the named dims."""
         return self._mesh[mesh_dim_names]

@@ -41,6 +41,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
     """The engines of the parameters that the groups have now. ValueError if some are of none."""
+    # The engines were looked up for the pairs `known`.
     known, engines = optimizer._fsdp_engines
     shards: LocalShards = optimizer._fsdp_shards
     shards.follow_groups(optimizer)
@@ -80,7 +81,7 @@ def _training_class(base: type) -> type:
         try:
             _engines_of(_params_of(self))
         except ValueError:
-            self.param_groups.pop()
+            self.param_groups.pop()  # the base class has added it
             raise
 
     return type(
@@ -109,20 +110,20 @@ def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
-    shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees the
-    gradients of its parameters, and those of no others.
+    shards; returns it. Its state has the shapes of shards and is shown as DTensors. Its `zero_grad`
+    frees the gradients of its parameters only.
 
     `torch.optim.Muon` steps on whole matrices, each on one of the ranks that share it
     (docs/muon.md).
 
-    Where main gradients have another dtype than main weights, a step makes a copy of the gradient
-    shards in the weights' dtype for its duration, since torch's optimizers take no other. Step
-    hooks that were registered before see DTensors, and those registered later local shards.
+    If main gradients have another dtype than main weights, a step copies the gradient shards to the
+    weights' dtype for its duration: torch's optimizers take no other. Step hooks that are
+    registered before this call see DTensors, those registered later see local shards.
 
     Raises:
-        ValueError: parameters that are not of `fully_shard_model`, now or in a later
-            `add_param_group`, an optimizer that is sharded already, or one whose step needs whole
-            tensors.
+        ValueError: parameters that are not of a sharded model, now or in a later `add_param_group`;
+            an optimizer that is sharded already; one whose step needs whole tensors; Muon with
+            offloaded main weights.
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")

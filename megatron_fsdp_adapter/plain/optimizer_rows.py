@@ -17,16 +17,20 @@ from ..core.dtensor.uneven import UnevenDTensor, with_chunks
 
 @functools.cache
 def watch_steps() -> None:
-    """Has each step of an optimizer, from the first sharded model on, begin with state that has the
-    rows of its parameters, and end with such."""
+    """Registers hooks before and after the steps of all optimizers, once a process. They cut the
+    state of sharded parameters as these are cut."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_own_rows)
+    register_optimizer_step_post_hook(_cut_state)
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """RuntimeError for parameters from before sharding, which would find no gradients, for an
-    optimizer that computes with its own rank's part of a norm, and for Adam with gradients in
-    another dtype than their parameters."""
+    """Cuts state as its parameters are, after checks.
+
+    RuntimeError:
+    - an optimizer that would compute with one rank's part of a norm (Adafactor);
+    - parameters from before sharding, which would find no gradients;
+    - torch's Adam without `fully_shard_optimizer`, if gradients have another dtype than parameters.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = [param for param in params if isinstance(param, UnevenDTensor)]
     if isinstance(optimizer, torch.optim.Adafactor) and sharded:
@@ -49,16 +53,16 @@ def _before_step(optimizer: Any, *_: Any) -> None:
                     f"its gradients accumulate in {grad.dtype}, which torch's Adam does not "
                     "combine. Call megatron_fsdp_adapter.fully_shard_optimizer(optimizer) first"
                 )
-    _own_rows(optimizer)
+    _cut_state(optimizer)
 
 
-def _own_rows(optimizer: Any, *_: Any) -> None:
-    """Makes DTensors in the state of an optimizer ones that know the rows that they have: those of
-    `distribute_tensor`, which cuts evenly, and those that torch before 2.13 makes of ours."""
+def _cut_state(optimizer: Any, *_: Any) -> None:
+    """Replaces plain DTensors in the state of an optimizer by ones that know their rows. Plain ones
+    are made by `distribute_tensor`, which cuts evenly, and by torch before 2.13 of our DTensors."""
     for param, state in optimizer.state.items():
         if not isinstance(param, UnevenDTensor):
             continue
-        recut = {}  # all or none, if one raises
+        recut = {}  # the state is updated at the end: if one raises, none is replaced
         for key, value in state.items():
             is_cut_otherwise = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
             if is_cut_otherwise and value.shape == param.shape:
@@ -67,12 +71,14 @@ def _own_rows(optimizer: Any, *_: Any) -> None:
 
 
 def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:
-    """`value` cut as `param` is. Collective where torch has cut it evenly.
+    """`value` cut as `param` is. Collective from torch 2.13 on.
 
-    RuntimeError where torch does not know that, and the value has other rows.
+    RuntimeError: an older torch does not tell how `value` is cut, and its local shape differs.
     """
     alike: Any = torch.zeros_like(param, dtype=value.dtype)
-    if isinstance(alike, UnevenDTensor):  # from torch 2.13 on what has our rows is one
+    # From torch 2.13 on `zeros_like` of our DTensor is one of ours. Then a plain `value` is cut
+    # evenly. Before, it may also have our rows, which its shape tells.
+    if isinstance(alike, UnevenDTensor):
         alike.chunks.take_from(value.full_tensor(), alike._local_tensor)  # type: ignore[union-attr]
         return alike
     if value._local_tensor.shape != param._local_tensor.shape:

@@ -15,11 +15,12 @@ REPLACED = "_fsdp_adapter_replaced"
 
 
 def use_as_fsdp2() -> list[str]:
-    """Puts `fully_shard` into every imported module that has torch's, and into torch's own, from
-    which others import it later. Called twice, it finds what was imported meanwhile.
+    """Puts `fully_shard` in the place of torch's in every imported module that has it, also in the
+    modules of torch from which others import it later. A later call finds modules that were
+    imported in between. Models that are sharded already stay as they are.
 
     Returns:
-        Where it was put, as "module.name". Models that are sharded already stay as they are.
+        The places where it was put, as "module.name".
     """
     places = []
     for module in _modules():
@@ -31,7 +32,7 @@ def use_as_fsdp2() -> list[str]:
 
 
 def leave_fsdp2() -> list[str]:
-    """Takes it back from there; where it was."""
+    """Puts torch's function back; returns the places, as "module.name"."""
     places = []
     for module in _modules():
         for name in vars(module).pop(REPLACED, []):
@@ -45,6 +46,7 @@ def _dotted(places: list[tuple[ModuleType, str]]) -> list[str]:
 
 
 def _modules() -> list[ModuleType]:
-    own = (__name__, f"{__package__}.fsdp2", implementation.__name__)
+    """All imported modules but this one and the two that define the functions."""
+    excluded = (__name__, f"{__package__}.fsdp2", implementation.__name__)
     found = list(sys.modules.values())
-    return [one for one in found if isinstance(one, ModuleType) and one.__name__ not in own]
+    return [one for one in found if isinstance(one, ModuleType) and one.__name__ not in excluded]

@@ -17,7 +17,7 @@ from ..core.dtensor.uneven import Chunks, UnevenDTensor, known_chunks, whole_ten
 
 
 def _chunks(dtensor: DTensor) -> Chunks:
-    """The block that this rank has, if any; ValueError for several, or for an unknown place."""
+    """This rank's rows: one block, or none. ValueError for several, or if its place is unknown."""
     chunks = known_chunks(dtensor)
     if len(chunks.boxes) > 1:
         raise ValueError(
@@ -37,7 +37,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`, whose DTensors torch DCP can save and load as they are."""
+    """`state_dict` itself: torch DCP can save and load its DTensors as they are. Checks that."""
     for value in tree_leaves(state_dict):
         if isinstance(value, DTensor):
             _chunks(value)
@@ -48,7 +48,7 @@ uneven_dtensor_to_full_tensor = whole_tensor
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """A DTensor of which every rank has the whole. Collective."""
+    """`dtensor` as a replicated DTensor: every rank has the whole. Collective."""
     mesh = dtensor.device_mesh
     placements = [Replicate()] * mesh.ndim
     return DTensor.from_local(whole_tensor(dtensor), mesh, placements, run_check=False)
@@ -63,8 +63,8 @@ def split_dtensor(
     dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
 ) -> Iterator[DTensor]:
-    """The parts of `dtensor` along `dim`, as `torch.split` cuts the whole; views, and not
-    collective. All know their rows, with either `update_uneven_dtensor_chunk_meta`."""
+    """The parts of `dtensor` along `dim`, as `torch.split` cuts the whole. They are views; not
+    collective. `update_uneven_dtensor_chunk_meta` has no effect: all parts know their rows."""
     sections = split_size_or_sections
     if isinstance(sections, int):
         whole = dtensor.shape[dim]
@@ -72,12 +72,12 @@ def split_dtensor(
     chunk = gather_and_compute_chunk_metadata(dtensor)
     own_first = chunk.offsets[dim]
     own_end = own_first + chunk.sizes[dim]
-    first = 0
+    first = 0  # of the part, in the whole
     for section in sections:
         start = max(first, own_first)
         size = max(0, min(first + section, own_end) - start)
-        inside = start - own_first if size else 0
-        local = dtensor._local_tensor.detach().narrow(dim, inside, size)
+        local_start = start - own_first if size else 0
+        local = dtensor._local_tensor.detach().narrow(dim, local_start, size)
         offsets = list(chunk.offsets)
         offsets[dim] = start - first
         shape = list(dtensor.shape)

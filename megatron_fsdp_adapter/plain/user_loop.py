@@ -1,9 +1,10 @@
-"""A training loop of the user's own. Between passes it may do with parameters and gradients what
-torch allows: freeze, write, clear, replace and hook them, and run no backward on some ranks.
+"""The engine for a training loop of the user's own. Between passes the loop may do with parameters
+and gradients what torch allows: freeze, write, clear, replace and hook them. Some ranks may run no
+backward.
 
-The engine follows that when a pass begins, and when gradients are finished. Megatron's loop
-notifies its engine of what it does, which looks at none of this. Watching the attribute instead
-was rejected: torch has no hook for `p.grad = None`.
+The engine looks for such changes when a pass begins, and when gradients are finished. The engine of
+Megatron's wrapper looks for none: Megatron's loop notifies it. Watching the attributes was
+rejected: torch has no hook for `p.grad = None`.
 """
 
 from __future__ import annotations
@@ -37,69 +38,82 @@ class UserLoopEngine(FsdpEngine):
             self.quantization.unnotified = True
         self.reduce.repeats_outer = True
         if self.reduce.outer:
-            # A rank that runs no microbatch knows of no `no_sync`, and reduces in the same order.
+            # A rank that runs no microbatch has seen no `no_sync`. With True the others would
+            # reduce over the outer axis unit by unit, in another order than that rank.
             self.after_no_sync = None
-        self._found_unsharded = False  # by the forward that runs, or ran last
-        # Whose `requires_grad` was False when it was last looked at.
+        # True if unsharded parameters were shown when the last forward began.
+        self._began_unsharded = False
+        # Those whose `requires_grad` was False when it was last looked at.
         self._frozen = {pair for pair in self.pairs if not pair.group.key.requires_grad}
-        self._has_frozen = False  # a group that is trained
-        self._given: set[ParamPair] = set()  # whose gradients were attached, and not forgotten
-        self._zeroed: set[ParamGroup] = set()  # see `zero_absent_grads`
-        self._frozen_late: set[ParamPair] = set()  # behind a backward of this step
+        # True if all parameters of some group that can be trained are frozen.
+        self._has_frozen_group = False
+        # Those whose gradients were attached, and not forgotten since.
+        self._attached: set[ParamPair] = set()
+        # Groups whose parameters get zeros where no rank gives a gradient.
+        self._zero_if_absent: set[ParamGroup] = set()
+        # Those that were frozen after a backward of this step.
+        self._frozen_late: set[ParamPair] = set()
 
     # What the engine calls.
 
     def root_pre_forward(self, name: RootName) -> None:
-        """Sees that a registered method has raised, which torch's wrapper of it does not say."""
+        """Notices that a registered method has raised: torch's wrapper of it does not tell."""
         if self.running_root is RootCall.METHOD and not _runs_method():
             self.running_root = RootCall.RAISED
         super().root_pre_forward(name)
 
     def begin_forward(self, name: RootName) -> None:
-        """Follows the user's changes also while a forward waits for its backward."""
-        self._found_unsharded = self.switch.shows_unsharded
-        if self._found_unsharded:
+        """Takes over the user's changes, also while another forward waits for its backward."""
+        self._began_unsharded = self.switch.shows_unsharded
+        if self._began_unsharded:  # else `before_unsharded` takes them over
             self._follow_user()
         super().begin_forward(name)
 
     def before_unsharded(self) -> None:
-        """Marks gathered weights stale, also those of main weights in host memory."""
+        """Marks gathered weights stale, also those of main weights in host memory; takes over the
+        user's changes."""
         super().before_unsharded()
         self.mark_main_weights_stale()
         self._follow_user()
 
     def end_evaluation(self) -> None:
-        """Shows sharded parameters again if they were shown before. Without `no_grad` too: what it
-        gave needs no gradient, as all is frozen, or tokens were generated."""
+        """Shows sharded parameters again if they were shown before the forward and gradients are
+        disabled."""
         super().end_evaluation()
+        # Gradients were enabled, but the output needs none: all is frozen, or it is tokens.
         if self.counts_calls:
             self.in_flight = max(0, self.in_flight - 1)
-        if not self._found_unsharded and not torch.is_grad_enabled():
+        if not self._began_unsharded and not torch.is_grad_enabled():
             self.to_sharded()
 
     def start_backward(self, accumulates: bool) -> None:
-        """Follows what happened to gradients since the forward. Another backward may have ended
-        since: a forward that is recomputed in this one reads unsharded parameters again."""
+        """Takes over what the user did to gradients since the forward, and shows unsharded
+        parameters. Another backward may have ended since then and shown sharded ones, but a forward
+        that is recomputed in this backward reads unsharded ones."""
         if accumulates:
             self._follow_grads()
             self.to_unsharded()
         super().start_backward(accumulates)
 
     def compared_numbers(self) -> Sequence[int]:
-        """A flag for each trained parameter: a backward of this rank has given it a gradient, or
-        none is to, because it is frozen."""
+        """A flag for each trained parameter: True if a backward of this rank has given it a
+        gradient, or if it is frozen and needs none."""
         return [
             not self._takes_grad(pair) or pair.index in pair.group.given for pair in self.trained
         ]
 
     def _takes_grad(self, pair: ParamPair) -> bool:
-        """True if a gradient of this step is to be attached: also one from before a freeze."""
+        """True if the parameter is to have its gradient of this step. A parameter that was frozen
+        during the step is to have what came before."""
         return pair.sharded.requires_grad or pair in self._frozen_late
 
     def attach_grads(self) -> None:
-        """Leaves parameters without a gradient to which no rank's backward has given one; forgets
-        all gradients, which are zeros, if there is no other. The host waits for the other ranks
-        only where this one has given a parameter none."""
+        """Attaches gradients, but not to parameters to which no rank's backward has given one.
+
+        - Those keep None, or get zeros if `zero_absent_grads` asks for it.
+        - If no parameter has got one, all gradients, which are zeros then, are forgotten.
+        - The host waits for the other ranks only if this rank has given a parameter none.
+        """
         flags = self.compared_numbers()
         if not all(flags):
             flags = self.launches.largest()
@@ -116,26 +130,27 @@ class UserLoopEngine(FsdpEngine):
             if pair.group.grad_state is not GradState.EMPTY:
                 pair.attach_grad()
         self._frozen_late.clear()
-        dropped = [pair for pair in absent if pair.group not in self._zeroed]
+        dropped = [pair for pair in absent if pair.group not in self._zero_if_absent]
         for pair in dropped:
             pair.drop_grad()
-        # A group of which all are absent has no gradients: the next backward need not add to any.
+        # A group all of whose gradients are absent has none: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
             if all(pair.sharded.grad is None for pair in self.trained if pair.group is group):
                 group.drop_grads(collected=False)
-        self._given |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
+        self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
-        """Has parameters of `groups` have zeros, or nothing, for gradients that no rank gives."""
+        """Sets the gradients of parameters of `groups` to which no rank gives one: zeros if
+        `zeroed`, else None."""
         if zeroed:
-            self._zeroed.update(groups)
+            self._zero_if_absent.update(groups)
         else:
-            self._zeroed.difference_update(groups)
+            self._zero_if_absent.difference_update(groups)
 
     def grads_finished(self) -> None:
         """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
         super().grads_finished()
-        # Of several forwards that one backward has joined, each was counted.
+        # One backward may have ended several forwards, each of which was counted.
         self.in_flight = 0
         for pair in self.trained:
             hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -144,14 +159,14 @@ class UserLoopEngine(FsdpEngine):
                     hook(pair.sharded)
 
     def zero_grads(self) -> None:
-        """Forgets all gradients, those too that the user has given."""
+        """Forgets all gradients, also those that the user has assigned."""
         super().zero_grads()
-        self._given.clear()
+        self._attached.clear()
         self._frozen_late.clear()
 
     def recover(self) -> bool:
-        """Forgets also what the last backward of a step has left, if that raised: it is not in
-        `.grad`, where a loop that leaves such a step out would clear it."""
+        """Also forgets what a step's last backward has left if it raised. A loop that skips such a
+        step clears `.grad`, but these gradients are not there yet."""
         failed = self.backward
         unseen = failed.running and failed.accumulates and failed.is_last is not False
         with_gradients = super().recover()
@@ -163,15 +178,19 @@ class UserLoopEngine(FsdpEngine):
 
     @torch.no_grad()
     def complete_grads(self) -> None:
-        """Before a step, or clipping: finishes what the backwards of all ranks have begun. A rank
-        on which none ran joins the others' gathers and reductions, with zeros; there are no
-        gradients after if none ran anywhere. With sharded weights it cannot join, as the others
-        wait for it in forward; and gradients that the user has given stay."""
+        """Finishes what the backwards of all ranks have begun, before a step or clipping.
+
+        A rank on which no backward ran joins the gathers and reductions of the others, with zeros.
+        If none ran on any rank, there are no gradients after. Such a rank does nothing:
+
+        - with sharded weights: it cannot join, as the others wait for it in forward;
+        - if the user has assigned gradients, which stay.
+        """
         if not self.has_grads:
             if self.config.strategy.shard_weights:
                 return
-            given = any(pair.sharded.grad is not None for pair in self.trained)
-            if given and not self.grads_attached:
+            some_exist = any(pair.sharded.grad is not None for pair in self.trained)
+            if some_exist and not self.grads_attached:  # the user has assigned them
                 return
             self.to_unsharded()
             self.gather.unshard_all(as_forward=True)
@@ -190,22 +209,22 @@ class UserLoopEngine(FsdpEngine):
 
     def _follow_user(self) -> None:
         """Takes over what the user has done to gradients and `requires_grad` since the last pass.
-        A group is idle if it was frozen in every forward whose backward is still to come."""
+        A group becomes idle once it was frozen in every forward whose backward is still to come."""
         self._follow_grads()
-        if not (self._follow_requires_grad() or self._has_frozen):
+        if not (self._follow_requires_grad() or self._has_frozen_group):
             return
-        self._has_frozen = False
+        self._has_frozen_group = False
         for unit in self.units:
             for group in unit.trainable_groups:
                 with unchecked():
                     frozen = not any(param.requires_grad for param in group.params)
                 group.idle = frozen and (group.idle or self.in_flight <= 0)
                 if frozen:
-                    self._has_frozen = True
+                    self._has_frozen_group = True
 
     def _follow_requires_grad(self) -> bool:
-        """Gives both parameters of a pair the `requires_grad` that the user has given one of them
-        since the last call; returns whether there was any.
+        """True if the user has set `requires_grad` of any parameter since the last call. Both
+        parameters of its pair get the new value, whichever of them was set.
 
         Raises:
             RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
@@ -214,7 +233,7 @@ class UserLoopEngine(FsdpEngine):
         changed = []
         with unchecked():
             for pair in self.pairs:
-                known = pair not in self._frozen
+                was_trained = pair not in self._frozen
                 if pair.sharded._backward_hooks:
                     raise RuntimeError(
                         f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes "
@@ -222,7 +241,8 @@ class UserLoopEngine(FsdpEngine):
                         "register_post_accumulate_grad_hook, which runs when the reduced gradient "
                         "is in .grad"
                     )
-                if pair.unsharded.requires_grad is known and pair.sharded.requires_grad is known:
+                unsharded = pair.unsharded.requires_grad
+                if unsharded is was_trained and pair.sharded.requires_grad is was_trained:
                     continue
                 if pair.grad is None:
                     raise RuntimeError(
@@ -233,20 +253,20 @@ class UserLoopEngine(FsdpEngine):
                     )
                 changed.append(pair)
             for pair in changed:
-                trained = pair in self._frozen
-                if not trained and self.has_grads:
+                is_trained = pair in self._frozen  # it was frozen, and this has changed
+                if not is_trained and self.has_grads:
                     self._frozen_late.add(pair)
-                pair.unsharded.requires_grad = trained
-                pair.sharded.requires_grad = trained
+                pair.unsharded.requires_grad = is_trained
+                pair.sharded.requires_grad = is_trained
         self._frozen ^= {*changed}
         return bool(changed)
 
     def _follow_grads(self) -> None:
-        """Takes over what the user has done to `.grad` of the sharded parameters since it was
-        attached: taken away, under either name, or replaced by another tensor."""
+        """Takes over what the user has done to attached gradients of sharded parameters: removed
+        them (`.grad` or `decoupled_grad` is None), or replaced `.grad` by another tensor."""
         cleared = set()
         replaced = []
-        for pair in self._given:
+        for pair in self._attached:
             sharded = pair.sharded
             if sharded.grad is None or getattr(sharded, "decoupled_grad", None) is None:
                 cleared.add(pair)
@@ -261,24 +281,25 @@ class UserLoopEngine(FsdpEngine):
             self._forget(cleared, collected=False)
 
     def _forget(self, chosen: Set[ParamPair], collected: bool) -> None:
-        """Forgets the gradients of `chosen`. The shard of a group goes when none of its parameters
-        has a gradient; until then theirs are zeros in it.
+        """Forgets the gradients of `chosen`. If other parameters of a group still have gradients,
+        those of `chosen` become zeros in the group's shard; otherwise the shard is dropped.
 
-        collected: also what a backward has left on the unsharded parameters.
+        collected: also forgets what a backward has left on the unsharded parameters.
         """
         self.reduce.finish()
         self.gather.updates.order_compute()
-        self._given -= chosen
+        self._attached -= chosen
         for pair in chosen:
             pair.drop_grad()
+        # `trained` lists the pairs of a group one after the other.
         for group, found in groupby(self.trained, lambda pair: pair.group):
             pairs = list(found)
-            mine = [pair.index for pair in pairs if pair in chosen]
+            indices = [pair.index for pair in pairs if pair in chosen]
             others = [pair for pair in pairs if pair not in chosen]
-            have = any(not self.grads_attached or pair in self._given for pair in others)
-            if mine and have:
-                _zero_grads(group, mine, collected)
-            elif mine:
+            others_stay = any(not self.grads_attached or pair in self._attached for pair in others)
+            if indices and others_stay:
+                _zero_grads(group, indices, collected)
+            elif indices:
                 group.drop_grads(collected)
         self.grads_attached &= self.has_grads
         if self.reduce.check is not None and not self.has_grads:
@@ -286,14 +307,14 @@ class UserLoopEngine(FsdpEngine):
 
 
 def _runs_method() -> bool:
-    """True if this thread is inside of torch's wrapper of a registered method."""
+    """True if this thread is inside torch's wrapper of a registered method, by its name."""
     return any(frame.f_code.co_name == "wrapped_method" for frame, _ in walk_stack(None))
 
 
 def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:
-    """Marks the parameters of `engine` for optimizers and checkpoints, and makes state dicts of
-    `module` and below show them. `shown_by`, the module that users have, and those below refuse
-    conversions."""
+    """Marks the parameters of `engine` for optimizers and checkpoints. State dicts of `module`, and
+    of modules in it, show them from now on. `shown_by`, the module that users have, and modules in
+    it refuse conversions."""
     for pair in engine.pairs:
         mark_shard(pair)
         pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
@@ -303,8 +324,8 @@ def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) 
 
 
 def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> None:
-    """Makes the gradients of some of the group's parameters zeros, wherever they are by now; with
-    `collected` also forgets what a backward has left on the unsharded ones."""
+    """Sets the gradients of the parameters at `indices` of the group to zero, in whichever buffer
+    they are by now. collected: also forgets what a backward has left on the unsharded ones."""
     with unchecked():
         if collected:
             for index in indices:
