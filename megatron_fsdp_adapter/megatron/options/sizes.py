@@ -27,7 +27,8 @@ GROUP = (
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
 OTHER_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers")
-"""Options that define the layers of stages in ways that are not checked here."""
+"""Options that define layers in ways that are not checked here: with one of them the split of
+layers over stages is not checked."""
 
 NAMES = (*FIRST, *LAST, *VIRTUAL, PER_VIRTUAL, *EXPERTS, *GROUP, *OTHER_LAYERS)
 
@@ -42,18 +43,18 @@ WHOLE = (
 UNEVEN_BATCH = "decrease_batch_size_if_needed"
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Parts of the stages of a layout -> their letters in its string."""
+"""Name of a kind of layer in a layout -> its letter in the layout's string."""
 
 USE_LAYOUT = f"Use {LAYOUT}, which defines the layers of each stage, or other sizes."
 
 
 def _size(options: ConfigOptions, *names: str, default: int = 1) -> int:
-    """The value of the first name that is set."""
+    """The value of the first of `names` that is set; `default` if none is."""
     return next((int(options[name]) for name in names if options.get(name)), default)
 
 
 def _values(options: ConfigOptions, *names: str) -> str:
-    """Text of the names that are set, with their values."""
+    """Text for messages: those of `names` that are set, with their values."""
     return ", ".join(f"{name}={options[name]}" for name in names if options.get(name))
 
 
@@ -92,27 +93,30 @@ def stage_layers(options: ConfigOptions) -> list[list[int]]:
 
 
 def _virtual(options: ConfigOptions) -> int:
-    """The number of virtual stages of each pipeline stage."""
+    """The number of virtual stages of each pipeline stage. ValueError if a number of layers for
+    each virtual stage does not divide those of a pipeline stage."""
     if not options.get(PER_VIRTUAL):
         return _size(options, *VIRTUAL)
     layers = _size(options, "num_layers") + len(_standalone(options))
-    each = layers // _size(options, "pipeline_model_parallel_size")
-    virtual, rest = divmod(each, int(options[PER_VIRTUAL]))
+    layers_of_stage = layers // _size(options, "pipeline_model_parallel_size")
+    virtual, rest = divmod(layers_of_stage, int(options[PER_VIRTUAL]))
     if rest or not virtual:
         raise ValueError(
-            f"{PER_VIRTUAL}={options[PER_VIRTUAL]}: does not divide the {each} layers of a "
-            "pipeline stage. Use a divisor of them."
+            f"{PER_VIRTUAL}={options[PER_VIRTUAL]}: does not divide the {layers_of_stage} "
+            "layers of a pipeline stage. Use a divisor of them."
         )
     return virtual
 
 
 def _standalone(options: ConfigOptions) -> list[str]:
-    """The options that are set by which embedding or loss counts as a layer."""
+    """The set ones of the options that count the embedding, or the loss, as a layer of its
+    stage."""
     return [name for name in STANDALONE if options.get(name)]
 
 
 def _layers_of_stages(options: ConfigOptions, stages: int) -> list[int]:
-    """Layers of each stage, including an embedding or loss that counts as a layer."""
+    """Layers of each stage, including an embedding or loss that counts as a layer. ValueError for
+    an uneven split."""
     first = _size(options, *FIRST, default=0)
     last = _size(options, *LAST, default=0)
     standalone = _standalone(options)
@@ -198,8 +202,8 @@ def _layout_problems(options: ConfigOptions, chunks: list[str], stages: int) -> 
 
 
 def _expanded(layout: str) -> list[str]:
-    """Letters of each part: `x*n` is n times x, `(xy|)*n` is n times the content of the
-    parentheses."""
+    """The letters of each part of a layout's string, with repetitions written out: `x*n` is n times
+    x, `(xy|)*n` is n times the content of the parentheses."""
 
     def repeated(found: re.Match[str]) -> str:
         return found[1] * int(found[2])
@@ -209,10 +213,10 @@ def _expanded(layout: str) -> list[str]:
 
 
 def layout_of(layers: int, stages: int, virtual: int) -> str:
-    """A layout of parts as even as possible, the longer ones first: "Et*31|t*30L"."""
+    """A layout with parts as equal as possible, the longer ones first: "Et*31|t*30L"."""
     parts = stages * virtual
-    each, more = divmod(layers, parts)
-    counts = [each + 1] * more + [each] * (parts - more)
+    shorter, longer_parts = divmod(layers, parts)
+    counts = [shorter + 1] * longer_parts + [shorter] * (parts - longer_parts)
     return "E" + "|".join(f"t*{count}" for count in counts) + "L"
 
 
@@ -220,7 +224,7 @@ def size_problems(options: ConfigOptions, world_size: int | None) -> list[str]:
     """All divisibility problems, one line each: `option=value: what is wrong. What to do.`
     world_size: ranks of the run; if None, rules that depend on it are skipped."""
     found = not_above_zero(options)
-    if found:  # nothing divides by these
+    if found:  # the rules below divide by these sizes
         return found
     found = [*_width_problems(options), *_expert_problems(options)]
     virtual = 1
@@ -268,7 +272,7 @@ def _width_problems(options: ConfigOptions) -> Iterator[str]:
             )
     widths = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
     if _size(options, *EXPERTS, default=0):
-        widths.remove("ffn_hidden_size")  # `_expert_problems` checks that of experts
+        widths.remove("ffn_hidden_size")  # `_expert_problems` checks the experts' width
     for name in widths:
         width = options.get(name)
         if width and width % tensor:
@@ -280,14 +284,15 @@ def _width_problems(options: ConfigOptions) -> Iterator[str]:
 
 
 def _length_problems(options: ConfigOptions, tensor: int, split: str) -> Iterator[str]:
-    """split: the tensor-parallel size with its name."""
+    """Problems of the sequence length. split: the tensor-parallel size with its name."""
     length = options.get("seq_length")
     if not length:
         return
     context = _size(options, "context_parallel_size")
     by_context = f"context_parallel_size={context}"
-    parts = {}
+    parts = {}  # text of a divisor -> the divisor
     if context > 1:
+        # Each rank has two pieces of a sequence, one early and one late, to balance attention.
         parts[f"2 x {by_context}"] = 2 * context
     if options.get("sequence_parallel"):
         why = f"{split} x {by_context}, over which sequence_parallel splits it"
@@ -346,6 +351,7 @@ def _world_problems(options: ConfigOptions, world_size: int, virtual: int) -> It
         )
         return
     data = world_size // split
+    # Ranks that share gradients, and so divide into optimizer instances.
     alike = {"data-parallel ranks": data * context}
     if _size(options, *EXPERTS, default=0):
         ranks = _size(options, "expert_model_parallel_size")
@@ -370,7 +376,7 @@ def _world_problems(options: ConfigOptions, world_size: int, virtual: int) -> It
 
 
 def _batch_problems(options: ConfigOptions, data: int, stages: int, virtual: int) -> Iterator[str]:
-    """data: number of data-parallel ranks."""
+    """Problems of the batch size. data: number of data-parallel ranks."""
     total = options.get("global_batch_size")
     if not total:
         return
@@ -383,8 +389,10 @@ def _batch_problems(options: ConfigOptions, data: int, stages: int, virtual: int
         )
         return
     group = _size(options, *GROUP, default=stages)
-    splits_in_vain = not stages <= group <= count or 0 < count % group < stages
-    if virtual > 1 and splits_in_vain:
+    # Core requires that each group of microbatches, also a smaller last one, has at least one for
+    # each pipeline stage.
+    is_wrong_group = not stages <= group <= count or 0 < count % group < stages
+    if virtual > 1 and is_wrong_group:
         yield (
             f"global_batch_size={total}: {count} microbatches are no multiple of the {group} that "
             f"{virtual} virtual stages take at a time. Change the batch, or leave out the virtual "

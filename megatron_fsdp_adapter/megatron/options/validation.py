@@ -60,10 +60,10 @@ ARGUMENT_OF: Mapping[str, str] = {
 
 DTYPE_OPTIONS = (MAIN_PARAMS, MAIN_GRADS, GRAD_COMM, "exp_avg_dtype", "exp_avg_sq_dtype")
 
-MAKES_EMERGING = "muon_nesterov"
-"""An argument of Megatron-LM and field of the optimizer config. In releases with this name
-Megatron-LM makes every optimizer as it makes Adam. Older releases call another function for Muon,
-and have no config for Lion."""
+SIGN_OF_EMERGING = "muon_nesterov"
+"""An argument of Megatron-LM, by which its release is told: releases that have it make every
+optimizer as they make Adam. Older ones call another function for Muon, and have no config for
+Lion."""
 
 WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
@@ -89,7 +89,7 @@ def _async_save_at_address(options: Any) -> bool:
 LAUNCH_RULES: Rules = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer in EMERGING and not hasattr(args, MAKES_EMERGING),
+        lambda args: args.optimizer in EMERGING and not hasattr(args, SIGN_OF_EMERGING),
         "this Megatron-LM creates Muon by a function that needs full matrices, and has no Lion. "
         "Use 'adam', or a release from 0.18 on",
     ),
@@ -155,6 +155,7 @@ LAUNCH_RULES: Rules = (
 
 
 def _reorders_rows(option: str) -> Rule:
+    """A rule: `option`, a path of two names, must not be set in the model config."""
     name = option.split(".")[1]
     return Rule(
         option,
@@ -272,7 +273,8 @@ def folder_problems(option: str, folder: str | None) -> list[str]:
     after minutes of startup. No folder, or one without a checkpoint, is valid."""
     if not folder:
         return []
-    found = sorted(Path(folder).glob("iter_*/metadata.json"))  # of torch_dist and zarr only
+    # Only the formats torch_dist and zarr write this file.
+    found = sorted(Path(folder).glob("iter_*/metadata.json"))
     if not found:
         return []
     return [
@@ -298,7 +300,7 @@ def launch_options(args: Any) -> SimpleNamespace:
     for field, argument in ARGUMENT_OF.items():
         if argument not in values:
             continue
-        # An argument that is None does not override the value under the config's name.
+        # An argument that is None does not replace a value under the config's name.
         if values[argument] is not None or field not in values:
             values[field] = values[argument]
     if values.get("expert_tensor_parallel_size") is None:
@@ -311,7 +313,7 @@ def launch_options(args: Any) -> SimpleNamespace:
 
 
 def known_arguments() -> set[str]:
-    """Names of Megatron-LM's arguments in these tables."""
+    """Names of Megatron-LM's arguments that the tables here name, and their fields in configs."""
     rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
     names = {rule.option for rule in rules}
     names.update(PLAIN_OPTIONS, ARGUMENT_OF, ARGUMENT_OF.values(), DTYPE_OPTIONS, MUON_CHOICES)
@@ -345,7 +347,7 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
     if overlap is not None:
         groups.append(_below("comm_overlap", overlap, OVERLAP_RULES))
     groups.append(folder_problems("checkpoint.load", cfg.checkpoint.load))
-    if not _has_adapters(cfg):  # their base weights may be in either format
+    if not _has_adapters(cfg):  # with adapters, base weights may be in either format
         folder = getattr(cfg.checkpoint, "pretrained_checkpoint", None)
         groups.append(folder_problems("checkpoint.pretrained_checkpoint", folder))
     return _unique(*groups)
@@ -364,9 +366,11 @@ def wrapper_problems(config: Any, ddp_config: Any, device: Any, asks_tokens: boo
 
 
 def _below(path: str, config: Any, rules: Rules) -> list[str]:
+    """The problems of a config that is at `path` in the container."""
     return [f"{path}.{line}" for line in problems(config, rules)]
 
 
 def _unique(*groups: list[str]) -> list[str]:
-    """All lines in order, without duplicates: several configs share Megatron-LM's arguments."""
+    """All lines in order, without duplicates, which arise because rules for several configs read
+    the same arguments of Megatron-LM."""
     return list(dict.fromkeys(line for group in groups for line in group))
