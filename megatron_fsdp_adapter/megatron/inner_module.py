@@ -1,5 +1,5 @@
-"""The inner wrapper, at the depth where Megatron's checkpoint code looks for it, and what both
-wrappers show to Megatron's optimizer."""
+"""The inner wrapper, at the depth where Megatron's checkpoint code looks for it; the buffer object
+that both wrappers show to Megatron's optimizer; and which of a model's chunks are ours."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class ParamAndGradBuffer:
     """The object behind `param_and_grad_buffer`, with what Megatron's optimizer calls on it."""
 
     parameter_groups: tuple[()] = ()
-    """Read only to find quantized parameters, of which core need not know."""
+    """Empty: Megatron reads it only to find quantized parameters, which it need not know."""
 
     def __init__(
         self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
     ) -> None:
         self._engine = engine
         self._slots = slots  # the memory of fixed buffers, if it is registered with NCCL
-        self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
+        self.use_decoupled_grad = use_decoupled_grad  # as configured; both names hold the gradient
 
     def copy_main_weights_to_model_weights(self) -> None:
-        """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
-        the next gather, straight into the gather buffer; quantized weights are made when the next
-        pass begins.
+        """Tells the engine that the optimizer has stepped and gathered weights are outdated.
+
+        Nothing is copied here. The next gather casts main weights straight into its buffer, and
+        quantized weights are made when the next pass begins.
 
         Raises:
             RuntimeError: the step is captured in a CUDA graph, whose replays would not do this.
@@ -48,21 +49,23 @@ class ParamAndGradBuffer:
         self._engine.main_weights_changed(stepped=True)
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Calls `release_memory` for weights, and for gradients, as core's buffers do."""
+        """Releases the memory of weights, of gradients, or of both, as core's buffers do; see
+        `release_memory`."""
         release(self._engine, _kinds(move_params, move_grads), {})
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """`return_memory` of the same."""
+        """Takes back the memory that `offload_to_cpu` released."""
         take_back(self._engine, _kinds(move_params, move_grads))
 
     def manual_buffer_registration(self) -> None:
-        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
-        step (`fsdp_manual_registration`)."""
+        """Registers fixed buffers with NCCL, all at once. With `fsdp_manual_registration` Megatron
+        calls this after the first step; without registered memory it does nothing."""
         if self._slots is not None:
             self._slots.register()
 
 
 def _kinds(weights: bool, gradients: bool) -> list[str]:
+    """Names of the kinds of buffers that hold weights, gradients, or both."""
     kinds = []
     if weights:
         kinds += [MAIN_WEIGHTS, COMPUTE_WEIGHTS]
@@ -74,7 +77,8 @@ def _kinds(weights: bool, gradients: bool) -> list[str]:
 class ShardedModule(ShardedStateDict, MegatronModule):
     """The inner wrapper: state dicts of sharded weights, and the entry of every forward pass.
 
-    param_and_grad_buffer: the outer wrapper's, which Megatron's own inner wrapper has too.
+    param_and_grad_buffer: the same object as the outer wrapper's. Megatron's own inner wrapper has
+    one too.
     """
 
     param_and_grad_buffer: ParamAndGradBuffer
@@ -92,20 +96,21 @@ class ShardedModule(ShardedStateDict, MegatronModule):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """`checkpoint_state_dict`. Megatron's own split of SwiGLU and numbering of experts, which
-        it applies to this, then find nothing left to do."""
+        """The `checkpoint_state_dict`, with a prefix. Megatron would now split SwiGLU weights and
+        number experts; in this state both are done, and it finds nothing to do."""
         state = self.checkpoint_state_dict(keep_vars)
         return {prefix + key: value for key, value in state.items()}
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Only for `torch_dist`, which cannot describe these shards."""
+        """RuntimeError: only `torch_dist` needs it, which cannot describe these shards."""
         raise RuntimeError(
             "sharded_state_dict: the torch_dist format cannot represent row-wise flat shards. "
             "Save with ckpt_format='fsdp_dtensor'"
         )
 
     def install_optimized_model_weights(self) -> None:
-        """Main weights were written from outside: compute weights follow."""
+        """Tells the engine that main weights were written from outside, so that compute weights
+        follow."""
         self.engine.main_weights_changed(loaded=True)
 
 
@@ -119,13 +124,13 @@ def ours_among(chunks: Sequence[Any]) -> list[Any]:
 
 
 def our_chunks(optimizer: Any) -> list[Any]:
-    """The model chunks of one of core's optimizers that are ours."""
+    """The model chunks of one of core's optimizers that our wrapper holds."""
     return ours_among(getattr(optimizer, "model_chunks", None) or [])
 
 
 def for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for a method of core's optimizer: `function`, given the model chunks of this
-    package in front of the call's own arguments, where there are such; else the original."""
+    """A replacement for a method of core's optimizer. If the optimizer has chunks of our wrapper,
+    it calls `function` with these and then the call's own arguments; else the original."""
 
     @functools.wraps(function)
     def chosen(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:

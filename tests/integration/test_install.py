@@ -132,7 +132,7 @@ BODIES = {
 
         import megatron_fsdp_adapter.megatron
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.megatron.compat.patches import original as original_of
+        from megatron_fsdp_adapter.megatron.compat.patches import original_of
         from megatron_fsdp_adapter.megatron.compat.table import WRAPPER, installed
         from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
         megatron_fsdp_adapter.megatron.FSDP = original
@@ -177,9 +177,9 @@ BODIES = {
     """,
     "a second install reaches what was bound in between": """
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.megatron.compat.patches import original
+        from megatron_fsdp_adapter.megatron.compat.patches import original_of
         install()
-        kept = [original(sys.modules[FSDP + ".mcore_fsdp_adapter"], "FullyShardedDataParallel")]
+        kept = [original_of(sys.modules[FSDP + ".mcore_fsdp_adapter"], "FullyShardedDataParallel")]
         for name in ("megatron.late", "verl.late"):
             sys.modules[name] = types.ModuleType(name)
             sys.modules[name].FSDP = kept[0]

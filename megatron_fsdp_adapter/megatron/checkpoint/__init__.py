@@ -1,5 +1,5 @@
 """The helpers that Megatron's checkpoint code calls, and its own saves and loads made safe.
 
-The format itself is in the package's `checkpoint`. May enter: what stands in for a name of
-Megatron's or Bridge's checkpoint code.
+The format itself is in the package's `checkpoint`. May enter: replacements for names
+in the checkpoint code of Megatron or Megatron-Bridge.
 """

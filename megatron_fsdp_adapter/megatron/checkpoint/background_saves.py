@@ -4,15 +4,17 @@ on), with our writer in the place of theirs.
 From 0.17 on Megatron-LM saves `fsdp_dtensor` checkpoints asynchronously. An async strategy (`nvrx`,
 `mcore`) is a table of names: a writer, a function that plans a save, a queue of saves, a request.
 Both strategies write into the final folder from another process: a job that is killed meanwhile
-leaves half a checkpoint under a name of its own, and no digests. So the modules that ask for a
-strategy get the table of this file, whichever they ask for, and Megatron-Bridge, which takes some
-of it by name, gets these names (`compat/table.py`). A thread writes, for the reasons in
+leaves half a checkpoint under its final name, and no digests. So modules that ask for a strategy
+get the table of this file, whichever they ask for. Megatron-Bridge takes some entries by name, and
+these names are replaced (`compat/table.py`). A thread writes, for the reasons in
 `checkpoint/asynchronous.py`.
 
-What is kept of Megatron's order: a save is planned and copied, then queued; in every iteration the
-queue is asked whether all ranks have written; if so, the functions of the request are called in
-order. The first of them raises if a rank failed, so that the tracker, which is written by a later
-one, never names a folder that is not complete.
+The order of a save is Megatron's:
+
+1. The save is planned, its state is copied, and a request is queued.
+2. In every iteration the queue is asked if all ranks have written.
+3. If so, the functions of the request are called in order. The first one raises if a rank failed. A
+   later one writes the tracker, which so never names a folder that is not complete.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.megatron.compat.patches import Original
 
 STRATEGY = "mcore"
-"""The strategy whose table is completed: the other one's needs a package."""
+"""The strategy whose table is taken, with our entries: the other one's needs a package."""
 
 
 class Target:
-    """Stands for `FileSystemWriterAsync`: where a save goes. The other arguments choose how a
-    process of Megatron's would write, and change nothing."""
+    """Stands for `FileSystemWriterAsync`: the folder that a save goes to. The arguments other than
+    `path` choose how a process of Megatron's would write, and are ignored."""
 
     def __init__(
         self,
@@ -51,10 +53,10 @@ class Target:
                 "async_save out, or save to a folder"
             )
         self.folder = Path(path)
-        self.save: Writing | None = None  # once it is planned
+        self.save: Writing | None = None  # set by `AsyncStrategy.plan`
 
     def get_save_function_and_args(self) -> tuple[Writing | None, None, tuple[()]]:
-        """The parts of a request, the first of which `SaveQueue` knows."""
+        """The parts of a request: the save, which `SaveQueue` knows, and empty ones."""
         return self.save, None, ()
 
 
@@ -73,10 +75,11 @@ class SaveQueue:
         io_priority: int | None = None,
         cpu_shm_mode: bool = False,
     ) -> None:
-        """There is no other process to start."""
+        """Does nothing: there is no other process to start."""
 
     def schedule_async_request(self, request: Any) -> int:
-        """Queues a request; returns its number. What is not a save of ours is done at once."""
+        """Queues a request; returns its number. A request's function that is not a save of ours is
+        called at once."""
         frozen = request.freeze()
         if not isinstance(frozen.async_fn, Writing) and frozen.async_fn is not None:
             frozen.async_fn(*frozen.async_fn_args, **frozen.async_fn_kwargs)
@@ -87,8 +90,11 @@ class SaveQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Calls the functions of every request that all ranks have written, in order; returns their
-        numbers. Collective, also with `no_dist`. Raises what the functions raise."""
+        """Finalizes the requests that all ranks have written, from the oldest on, up to one that is
+        not written; returns their numbers.
+
+        To finalize is to call the request's functions, whose errors are raised. blocking: waits for
+        all requests. Collective, also with `no_dist`."""
         finalized = []
         while self._requests:
             number, request = self._requests[0]
@@ -124,7 +130,7 @@ class AsyncStrategy:
         self._last: Writing | None = None  # the latest save
 
     def __call__(self, async_strategy: str = STRATEGY, module: str | None = None) -> Any:
-        """The strategy that was asked for, and our table, or what it has under `module`."""
+        """The name of the strategy that was asked for, and our table, or its entry `module`."""
         _, table = self._original(STRATEGY)
         ours = {
             **table,
@@ -145,14 +151,15 @@ class AsyncStrategy:
         planner: object = None,
         enable_cache: bool = False,
     ) -> tuple[Writing]:
-        """Copies the state to the host and begins to write it; returns what
-        `save_state_dict_async_finalize` takes. Collective. First waits for the save before, since
-        there is memory for one copy. Only the first two arguments are used: which rank writes what
-        is known from the layout."""
+        """Copies the state to the host and begins to write it; returns the arguments of
+        `save_state_dict_async_finalize`. Collective.
+
+        First it waits for the previous save, because there is memory for one copy only. The
+        arguments behind `storage_writer` are ignored: the layout tells which rank writes what."""
         if self._last is not None:
             self._last.is_over(blocking=True)
         if self._background is None:
-            # A save may be asked for while the thread is in the midst of the next.
+            # The group is for asking about a save, perhaps while the thread works on the next.
             self._background = AsyncSaver(), Coordinator.of(dist.new_group(backend="gloo"))
         saver, ranks = self._background
 
@@ -165,4 +172,4 @@ class AsyncStrategy:
 
 
 def _no_results(mp_mode: str = "spawn") -> None:
-    """No-op in place of the queue through which a process of Megatron's reports what it wrote."""
+    """None in place of the queue through which a process of Megatron's reports what it wrote."""

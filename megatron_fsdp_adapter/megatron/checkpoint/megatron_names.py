@@ -4,8 +4,8 @@ their chunks.
 Megatron's `fsdp_dtensor` path imports helpers from its bundled engine. Those find out where a
 shard lies by asking all ranks, once per tensor and dimension, and hang when ranks hold different
 tensors. These functions have the same names and signatures, take the answer from the layout, and
-never communicate; only those whose purpose it is, to make a whole tensor, do.
-`install()` puts them in the places of the originals.
+do not communicate, except those that make a whole tensor. `install()` puts them in the places of
+the originals.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_fsdp_adapter.core.dtensor.uneven import whole_tensor
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks that torch DCP can save and load every DTensor of a nested state; returns it.
 
-    Nothing is left to prepare: what our wrapper and optimizer put into a state dict carries its
-    chunks. Raises ValueError naming every sharded DTensor that does not.
+    Nothing has to be prepared: DTensors that our wrapper and optimizer put into a state dict know
+    their chunks. ValueError names every sharded DTensor that does not.
     """
     missing = [key for key, leaf in flatten(state_dict).items() if lacks_chunks(leaf)]
     if missing:
@@ -37,8 +37,10 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
 
 
 def make_fsdp_dtensor(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises ValueError. Core's own splits of fused weights call it, and find nothing to split in
-    what the wrapper and the optimizer give; it knows only the shapes of the bundled engine."""
+    """Raises ValueError: the original knows only the shapes of the bundled engine.
+
+    Core's own splits of fused weights call it. In the state dicts of the wrapper and the optimizer
+    they find nothing to split."""
     raise ValueError(
         "make_fsdp_dtensor: Megatron's own split of a fused weight does not know these shards. "
         "Take the parts from state_dict_for_save_checkpoint() and the optimizer's "
@@ -47,9 +49,11 @@ def make_fsdp_dtensor(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank of the mesh, by `whole_tensor`. From 0.18 on core calls this.
+    """The whole tensor on every rank of the mesh (`whole_tensor`). Collective. Core calls this from
+    0.18 on.
 
-    Raises ValueError if it is no DTensor, or sharded and its place in the whole is unknown.
+    ValueError if the argument is no DTensor, or if it is sharded and its place in the whole is
+    unknown.
     """
     if not isinstance(dtensor, DTensor):
         raise ValueError(f"{type(dtensor).__name__} is not a DTensor")
@@ -59,9 +63,9 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
 def gather_uneven_dtensor_to_full_tensor(
     dtensor: DTensor, target_device: torch.device | None = None
 ) -> DTensor:
-    """The whole tensor on every rank of the mesh, as a DTensor replicated over it.
+    """The whole tensor on every rank of the mesh, as a DTensor replicated over it. Collective.
 
-    By `whole_tensor`. target_device: where the result goes (None: where `dtensor` is).
+    target_device: where the result goes (None: where `dtensor` is).
     Raises ValueError for a device of another type than the mesh's, and for a sharded DTensor
     whose place in the whole is unknown.
     """
@@ -78,6 +82,8 @@ def gather_uneven_dtensor_to_full_tensor(
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """`gather_uneven_dtensor_to_full_tensor` under its name from 0.18 on. A function of its own:
-    what is rebound is found again by identity."""
+    """Calls `gather_uneven_dtensor_to_full_tensor`, which has this name from 0.18 on.
+
+    It is a separate function because `uninstall()` finds replacements by identity: one object
+    cannot stand for two originals."""
     return gather_uneven_dtensor_to_full_tensor(dtensor)

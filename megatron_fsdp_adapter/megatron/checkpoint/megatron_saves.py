@@ -1,16 +1,20 @@
 """Megatron's own saves, made safe without a change to its code.
 
-Megatron-LM and Megatron-Bridge write an fsdp_dtensor checkpoint into its final folder, and then the
-tracker, which they truncate first. A process that is killed meanwhile leaves half a folder under a
-name of its own, or an empty tracker. Their module lets us choose two things: it takes torch DCP's
-storage writer from `torch.distributed.checkpoint`, and opens the tracker by a global name. So these
-globals, as that one module sees them, are replaced: the writer by `SafeWriter`, torch DCP's `save`
-by one that removes what a failed save wrote, opening a tracker for writing by a file that takes the
-tracker's place when it is closed. Nothing else in the process sees another torch. Asynchronous
-saves take their writer from a table, and get another table (`background_saves.py`).
+Megatron-LM and Megatron-Bridge write an fsdp_dtensor checkpoint into its final folder. Then they
+truncate and write the tracker. A process that is killed meanwhile leaves half a checkpoint under
+its final name, or an empty tracker. Their module takes torch DCP's storage writer from
+`torch.distributed.checkpoint`, and opens the tracker by a global name. These globals of that one
+module are replaced:
 
-The module must be imported already. It has no name of its own to rebind before: hence a second
-call, when a wrapper is constructed.
+- torch DCP's writer by `SafeWriter`;
+- torch DCP's `save` by one that removes what a failed save wrote;
+- the opening of a tracker for writing by a file that takes the tracker's place when it is closed.
+
+Nothing else in the process sees another torch. Asynchronous saves take their writer from a table,
+and get another table (`background_saves.py`).
+
+The globals can be replaced only once the module is loaded. So they are replaced by `install()`, and
+again when a wrapper is constructed.
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 
 
 class ReplacingFile(io.StringIO):
-    """A text file that takes the place of `path` when it is closed, all at once.
+    """A text file in memory that replaces the file at `path`, all at once, when it is closed.
 
-    Leaving a `with` block by an error leaves the file at `path` as it was.
+    If an error leaves its `with` block, the file at `path` stays as it was.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +60,7 @@ class ReplacingFile(io.StringIO):
 
 
 def opening(original: Original) -> Callable[..., Any]:
-    """`open`, but a tracker that is opened for writing is replaced as a whole."""
+    """A function like `open`, in which a tracker opened for writing is replaced as a whole."""
 
     def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode == "w" and _is_local(path) and Path(path).name == folders.TRACKER:
@@ -67,7 +71,7 @@ def opening(original: Original) -> Callable[..., Any]:
 
 
 def copying(original: Original) -> Callable[..., Any]:
-    """`shutil.copy`, but a file that is there already is replaced as a whole."""
+    """A function like `shutil.copy` that replaces the target file as a whole."""
 
     def copy(source: Any, target: Any, **kwargs: Any) -> Any:
         if not _is_local(target) or Path(target).is_dir():
@@ -81,12 +85,14 @@ def copying(original: Original) -> Callable[..., Any]:
 
 
 def _is_local(path: Any) -> bool:
-    """Megatron's storage client takes addresses (msc://...), for which there is no rename."""
+    """False for addresses (msc://...), which Megatron's storage client takes: they cannot be
+    renamed."""
     return "://" not in str(path)
 
 
 def torch_view(module: ModuleType, torch: Any) -> ModuleView:
-    """torch as the module sees it."""
+    """The view of torch that replaces `module`'s global `torch`: DCP writes safely, refuses to read
+    checkpoints that are not ours, and discards what a failed save wrote."""
 
     def writer(path: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not _is_local(path):
@@ -115,38 +121,41 @@ def torch_view(module: ModuleType, torch: Any) -> ModuleView:
 
 
 def _topology(module: ModuleType) -> dict[str, Any]:
-    """The topology in Megatron-LM's arguments; empty in Megatron-Bridge, whose module has none at
-    hand."""
+    """The topology from Megatron-LM's arguments; empty for Megatron-Bridge, whose module has no
+    access to them."""
     arguments = getattr(module, "get_args", None)
     return record.topology_of(arguments()) if callable(arguments) else {}
 
 
 def opens(module: ModuleType, held: Any) -> Any:
-    """A replacement for a function, or for a client: its `open` is read at each call, for it is
-    another one once --enable-msc has been read."""
+    """A replacement for `held`: a function that opens files, or a client with a method `open`. The
+    method is looked up at each call, because it changes once --enable-msc has been parsed."""
     if not hasattr(held, "open"):
         return opening(held)
     return ModuleView(held, {"open": opening(lambda *args, **kwargs: held.open(*args, **kwargs))})
 
 
 def shutil_view(module: ModuleType, held: Any) -> ModuleView:
+    """The view of shutil in which `copy` replaces files as a whole."""
     return ModuleView(held, {"copy": copying(held.copy)})
 
 
 def strategy(module: ModuleType, held: Any) -> AsyncStrategy:
+    """The replacement for `get_async_strategy`."""
     return AsyncStrategy(held, lambda: _topology(module))
 
 
 def plan(module: ModuleType, held: Any) -> Callable[..., Any]:
+    """The replacement for `save_state_dict_async_plan`."""
     return strategy(module, held).plan
 
 
 def saves_asynchronously() -> bool:
-    """True if Megatron-LM has parsed --async-save."""
-    holder = sys.modules.get("megatron.training.global_vars")
-    return bool(getattr(getattr(holder, "_GLOBAL_ARGS", None), "async_save", False))
+    """True if Megatron-LM has parsed its arguments, with --async-save among them."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return bool(getattr(getattr(global_vars, "_GLOBAL_ARGS", None), "async_save", False))
 
 
 def bridge_saves_asynchronously() -> bool:
-    """True if Megatron-Bridge can save asynchronously, for which it needs a package."""
+    """True if Megatron-Bridge can save asynchronously: it has found the package that it needs."""
     return bool(getattr(sys.modules.get(BRIDGE), "HAVE_NVRX", False))

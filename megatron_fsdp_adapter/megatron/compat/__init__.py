@@ -1,5 +1,5 @@
-"""Differences between releases of Megatron and other packages: a datum or a small function each.
+"""Differences between releases of Megatron and other packages, and what is replaced in them.
 
-Decided by what is there, by a version only where nothing else distinguishes releases. May enter: a
-difference between releases, and nothing that would be the same without it.
+What exists decides; a version decides only where nothing else distinguishes releases. May enter: a
+difference between releases, a name that is replaced, and nothing that would be there without these.
 """

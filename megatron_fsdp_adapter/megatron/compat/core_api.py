@@ -1,9 +1,9 @@
-"""Differences between the releases of megatron-core that the package runs with: one datum or small
-function for each seam, which all other modules ask.
+"""Differences between the releases of megatron-core that the package runs with: a constant or a
+small function for each. All other modules ask here.
 
-Each is decided by what is there (a name, a parameter, a field). Version numbers were rejected: a
-build of one's own may have either side of a change, and a later release proves nothing. What the
-package puts in the place of core's own functions is checked where it does so (`patches.py`).
+What exists decides: a name, a parameter, a field. Version numbers were rejected: a user's own build
+may have either side of a change, and a later release may have undone it. Core's functions that the
+package replaces are checked in `patches.py`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _NEWER = "get_grads_for_grad_norm"
 _OLDER = "get_main_grads_for_grad_norm"
 _HAS_OLDER = hasattr(DistributedOptimizer, _OLDER) and not hasattr(DistributedOptimizer, _NEWER)
 NORM_GRADIENTS = _OLDER if _HAS_OLDER else _NEWER
-"""The optimizer's method that returns the gradients of a norm; where neither name is found, the
-newer one, which is then reported as missing."""
+"""Name of the optimizer's method that returns the gradients of a norm. If there is neither, it is
+the newer one, which is then reported as missing."""
 
 SEPARATE_NORMS: tuple[str, ...] = tuple(getattr(core_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()))
 """Names of the groups of parameters that have a norm of their own."""
 
 
 def norm_group(param: Any) -> str | None:
-    """The group whose norm counts the parameter; None for that of the model."""
-    tag = getattr(param, "grad_norm_group", None)
-    return tag if tag in SEPARATE_NORMS else None
+    """The group whose norm the parameter's gradient is part of; None for the model's norm."""
+    group = getattr(param, "grad_norm_group", None)
+    return group if group in SEPARATE_NORMS else None
 
 
 def present_norm_groups(optimizer: Any) -> list[str]:
-    """The groups of `SEPARATE_NORMS` that some rank of the optimizer has parameters of. Collective
-    over its ranks when it is asked first."""
+    """The groups of `SEPARATE_NORMS` of which any rank of the optimizer has parameters. The first
+    call for an optimizer is collective over its ranks."""
     return [name for name in SEPARATE_NORMS if optimizer.has_grad_norm_group(name)]
 
 
@@ -56,12 +56,14 @@ def has_separate_all_gather_group() -> bool:
     return asked is not None and asked()
 
 
-# Data-parallel groups. From 0.19 on weights can also be sharded over an axis of "remat" ranks,
-# which hold parts of them: core's groups contain those ranks unless they are asked not to.
+# Data-parallel groups. From 0.19 on weights can also be sharded over an axis of "remat" ranks, each
+# with another part of them. Core's data-parallel groups contain those ranks unless a caller asks
+# for groups without them.
 
 
 def without_remat(function: Callable[..., Any], **options: Any) -> Any:
-    """The group that a getter of `parallel_state` returns: ranks that hold the same weights."""
+    """The group that a getter of `parallel_state` returns with these options, without "remat"
+    ranks: its ranks hold the same weights."""
     if "with_gtp_remat" in inspect.signature(function).parameters:
         options["with_gtp_remat"] = False
     return function(**options)
@@ -71,8 +73,8 @@ def without_remat(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def asks_tokens_on_the_host() -> bool:
-    """True if `finalize_model_grads` compares the number of tokens on the host, which waits for the
-    device. From 0.18 on it keeps the number away from zero by `clamp`, on the device."""
+    """True if `finalize_model_grads` compares the number of tokens with zero on the host, which
+    waits for the device. From 0.18 on it uses `clamp`, on the device."""
     return "clamp" not in inspect.unwrap(finalize_model_grads).__code__.co_names
 
 
@@ -89,8 +91,11 @@ def norm_threshold(config: Any) -> float:
 
 
 def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """This context-parallel rank's part of each tensor of `batch`, of (batch, sequence, ...). From
-    0.18 on core's function takes a further argument, and no group means the world to it."""
+    """This context-parallel rank's part of each tensor of `batch`; shapes are (batch, sequence,
+    ...).
+
+    From 0.18 on core's function has a further parameter, and without a group it splits over all
+    ranks."""
     function = core_utils.get_batch_on_this_cp_rank
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     if "is_hybrid_cp" in inspect.signature(function).parameters:
@@ -99,9 +104,11 @@ def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marks_whole_weights(linear: type) -> bool:
-    """True if the constructor of core's TELinear marks a weight that every tensor-parallel rank has
-    whole as not split (0.19). Before, the mark of Transformer Engine stayed, which calls each
-    weight split, and the norm counted such a weight once on each rank."""
+    """True if the constructor of core's TELinear marks a weight as not split if every
+    tensor-parallel rank has the whole weight (0.19).
+
+    Older releases keep Transformer Engine's mark, which calls each weight split. The norm then
+    counts such a weight once on each rank."""
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
 
 
@@ -117,7 +124,7 @@ def config_fields() -> set[str]:
 
 
 def optimizer_defaults() -> dict[str, Any]:
-    """Fields of core's optimizer config that have a default, and the default. Megatron-LM fills
-    them with its arguments of the same names."""
+    """Defaults of the fields of core's optimizer config, by name, for fields with a default.
+    Megatron-LM fills the fields from its arguments of the same names."""
     fields = dataclasses.fields(optimizer_config.OptimizerConfig)
     return {one.name: one.default for one in fields if one.default is not dataclasses.MISSING}

@@ -11,9 +11,12 @@ from .table import OPTIMIZER
 
 
 def require_supported_core(replaced: Iterable[patches.Patch] = OPTIMIZER) -> None:
-    """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
-    lacks or has changed what the package replaces in it. One warning a process if it is not
-    tested."""
+    """Checks the imported megatron-core; warns once per process if its release is not tested.
+
+    replaced: the rows whose names it must have.
+
+    Raises RuntimeError with version and remedy if it is too old, or if it lacks or has changed what
+    the package replaces in it."""
     version = str(getattr(megatron.core, "__version__", "of no known version"))
     found = releases.core_problem(version)
     if found is None:

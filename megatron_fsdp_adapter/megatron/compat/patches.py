@@ -1,16 +1,18 @@
-"""Rows for names of other packages that the package gives another meaning, and what puts the rows
-in place and takes them back: the one mechanism for methods, functions, classes and modules.
+"""Replaces names of other packages, and takes the replacements back: one mechanism for methods,
+functions, classes and modules.
 
-Rows of a purpose are a table (`table.py`). What is replaced is recorded on its owner, a module or a
-class, under one attribute: no state is kept here, and what another package puts over ours is left
-alone. Modules of megatron-core and torch are imported; others are used if they are loaded, so that
-`install` is called again when more of them may be.
+A replacement is a row (`Patch`), and the rows for one purpose are a table (`table.py`). `install`
+records what it replaced in an attribute of the owner, a module or a class. No state is kept in this
+module, and what another package puts over a replacement is left alone. Modules of megatron-core and
+torch are imported. Others are used only if they are loaded, so `install` is called again when more
+of them may be.
 
-A class or function that other modules import by name is also rebound wherever a loaded module holds
-the same object, also in a tuple or in the default of a function: frameworks on top of Megatron bind
-it under names of their own. A fixed list of modules would miss some. `uninstall` gives each of
-these places what it had. Modules of megatron that were loaded in between get the original too;
-those of others stay as they are, for they may have imported ours by its own name.
+Frameworks on top of Megatron import classes and functions under names of their own, and a fixed
+list of these would miss some. So with `everywhere` a name is rebound in every loaded module that
+holds the same object, also inside of a tuple or as a function's default. `uninstall` gives each of
+these places back what it had. A module of megatron that was loaded in between also gets the
+original. Other modules of that kind stay as they are: they may have imported our object by its own
+name.
 """
 
 from __future__ import annotations
@@ -28,27 +30,27 @@ from typing import Any
 from . import releases
 
 MORE = "..."
-"""Last in a list of parameters: whatever follows is passed on."""
+"""At the end of a list of parameters: any others may follow."""
 
 NOTHING = object()
-"""There is no such attribute."""
+"""Stands for the value of an attribute that does not exist."""
 
 Original = Callable[..., Any]
-"""A function or method of another package that one of ours is called in the place of."""
+"""A function or method of another package that one of ours replaces, and may call."""
 
 _PACKAGE = __name__.partition(".")[0]
 _DEFAULTS = "__defaults__"
 _KEPT = f"__{_PACKAGE}_kept__"
-"""An attribute of an owner: by name what it had by itself, `NOTHING` if that was inherited, and
-what is there now."""
+"""Attribute of an owner. By name: what the owner had itself (`NOTHING` if that was inherited), and
+what was put there."""
 
 
 class ModuleView:
-    """Stands for a module (torch, torch.cuda) and answers some names itself.
+    """Stands for a module (torch, torch.cuda), with other values for the names in `answers`.
 
-    A name that is not in `answers` is read from `target` at every access, so that a view never
-    holds a stale value. Put in the place of a module's global, it changes what that module calls
-    and nothing else in the process.
+    Any other name is read from `target` at every access, so that a view never holds a stale value.
+    A view replaces the global of one module: that module calls something else, and nothing else in
+    the process changes.
     """
 
     def __init__(self, target: Any, answers: Mapping[str, Any]) -> None:
@@ -62,8 +64,11 @@ class ModuleView:
         return f"ModuleView({self.__dict__['target']!r})"
 
 
+# Values of `Patch.how`: what is put in place, from the row's `ours`, the owner and the original.
+
+
 def calls(ours: Callable[..., Any], owner: Any, original: Any) -> Any:
-    """A function that calls `ours` with the original before the call's own arguments."""
+    """A function that calls `ours` with the original and then the call's own arguments."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -84,15 +89,23 @@ def makes(ours: Callable[[Any, Any], Any], owner: Any, original: Any) -> Any:
 
 @dataclass(frozen=True)
 class Patch:
-    """A name of another package's and what is there in its place.
+    """A name of another package, and what replaces it.
 
-    module, name: where it is defined: "function", "Class.method", "one or another" where releases
-    name it differently; the first that is there. ours: in its place, or "module:name" of this
-    package for what is looked up when it is needed; how: `calls`, `stands` or `makes`. parameters:
-    the original's, one list for each form that a release has; none are compared if there is none.
-    required: True if its absence is an error, or a function of the owner that decides it. default:
-    the original where there is none. everywhere: also wherever a loaded module holds the same
-    object, but in the modules `but_in`. why: "module.name, by which it ...", in errors.
+    Attributes:
+        module: the module that defines the name.
+        name: "function" or "Class.method". "one or another" where releases name it differently: the
+            first that exists is replaced.
+        ours: the object from which `how` makes the replacement. "module:name" of this package is
+            looked up when it is needed.
+        how: `calls`, `stands` or `makes`.
+        parameters: the original's parameters, one list for each form that releases have. Nothing is
+            compared if it is empty.
+        required: True if the name's absence is an error; or a function without arguments that
+            returns that, or its "module:name".
+        default: taken as the original if the name does not exist.
+        everywhere: True if the object is also replaced in every loaded module that holds it, except
+            the modules `but_in`.
+        why: the end of an error about its absence: "module.name, by which it ...".
     """
 
     module: str
@@ -112,8 +125,9 @@ class Patch:
 
 
 def missing(patches: Iterable[Patch]) -> list[str]:
-    """Dotted paths of required names that are absent, or whose parameters differ from the row's,
-    with what was found."""
+    """Problems with the rows: dotted paths of required names that are absent, and of names whose
+    parameters differ from the row's, with what was found. Rows of modules that are neither imported
+    by us nor loaded have none."""
     found = []
     for patch in patches:
         if _is_imported(patch.module) or patch.module in sys.modules:
@@ -127,13 +141,15 @@ def install(
     patches: Sequence[Patch],
     message: Callable[[str], str] = lambda lacks: f"there is no {lacks}. {releases.remedy()}",
 ) -> None:
-    """Puts every row in place. Idempotent: a later call also reaches what was loaded, or bound to
-    an original, in between. Raises RuntimeError, before anything is changed, with the `message` for
-    all that is `missing`."""
+    """Puts every row in place. A later call changes nothing that is in place; it reaches what was
+    loaded, or bound to an original, in between.
+
+    Raises RuntimeError, before anything is changed, if something is `missing`. message: makes the
+    error's text of that."""
     lacking = missing(patches)
     if lacking:
         raise RuntimeError(message(", no ".join(lacking)))
-    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
+    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}  # see `_holders`
     for patch in patches:
         found = place(patch)
         if found is None:
@@ -153,7 +169,7 @@ def install(
 
 def uninstall(patches: Sequence[Patch]) -> None:
     """Gives every owner back what it had. Harmless where nothing is installed."""
-    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
+    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}  # see `_holders`
     for patch in reversed(patches):
         found = _in_place(patch)
         if found is None:
@@ -171,19 +187,19 @@ def uninstall(patches: Sequence[Patch]) -> None:
 
 
 def is_installed(patch: Patch) -> bool:
-    """True if ours is in its place now."""
+    """True if the row's replacement is in place now."""
     return _in_place(patch) is not None
 
 
 def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
-    """The owner and the name in it that is replaced, or could be; None if there is none.
+    """The owner and the name in it that the row replaces; None if the owner or the name is missing.
 
     imports: whether modules of megatron-core and torch are imported for it.
     """
     owner: Any = _module(patch.module, imports)
     *classes, last = patch.name.split(".")
     for name in classes:
-        found = original(owner, name)
+        found = original_of(owner, name)  # the class may be replaced already
         owner = found if isinstance(found, type) else None
     if owner is None:
         return None
@@ -193,7 +209,7 @@ def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
     return None
 
 
-def original(module: Any, name: str) -> Any:
+def original_of(module: Any, name: str) -> Any:
     """The value of a module's name, or its value before it was replaced; None if there is none."""
     kept = _kept(module)
     if name in kept:
@@ -202,7 +218,7 @@ def original(module: Any, name: str) -> Any:
 
 
 def _in_place(patch: Patch) -> tuple[Any, str] | None:
-    """The owner and the name under which the replacement is in place."""
+    """The owner and the name, if the row's replacement is in place there; else None."""
     found = place(patch, imports=False)
     if found is None:
         return None
@@ -211,7 +227,7 @@ def _in_place(patch: Patch) -> tuple[Any, str] | None:
 
 
 def _problem(patch: Patch) -> str | None:
-    """The problem with a row; None if there is none."""
+    """The problem with a row, as text behind its path; None if there is none."""
     found = place(patch)
     if found is None:
         required = _looked_up(patch.required)
@@ -220,9 +236,10 @@ def _problem(patch: Patch) -> str | None:
         if patch.why:
             return f", by which it {patch.why}"
         return " (there is none)" if patch.parameters else ""
-    if not patch.parameters or found[1] in _kept(found[0]):
+    owner, name = found
+    if not patch.parameters or name in _kept(owner):  # compared before it was replaced
         return None
-    given = ", ".join(inspect.signature(getattr(*found)).parameters)
+    given = ", ".join(inspect.signature(getattr(owner, name)).parameters)
     if any(_fits(given, form) for form in patch.parameters):
         return None
     known = " or ".join(f"({form})" for form in patch.parameters)
@@ -230,16 +247,17 @@ def _problem(patch: Patch) -> str | None:
 
 
 def _fits(given: str, form: str) -> bool:
+    """True if the parameters `given` are those of a row's `form`, which may end with `MORE`."""
     if not form.endswith(MORE):
         return given == form
     return given == form or f"{given}, ".startswith(form.removesuffix(MORE))
 
 
-def _looked_up(ours: Any) -> Any:
+def _looked_up(value: Any) -> Any:
     """The object that "module:name" of this package names; any other value unchanged."""
-    if not isinstance(ours, str):
-        return ours
-    module, name = ours.split(":")
+    if not isinstance(value, str):
+        return value
+    module, name = value.split(":")
     return operator.attrgetter(name)(importlib.import_module(f"{_PACKAGE}.{module}"))
 
 
@@ -248,7 +266,8 @@ def _module(name: str, imports: bool) -> ModuleType | None:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # Another package that is missing is the user's trouble, and theirs to see.
+            # A megatron-core without this module is allowed. An error about another package's
+            # absence is the user's to see.
             if error.name is None or not _is_megatron(error.name):
                 raise
             return None
@@ -264,7 +283,9 @@ def _is_megatron(name: str) -> bool:
 
 
 def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> the original value in `owner` itself, and its replacement there."""
+    """Names that are replaced in `owner`, each with the original value and the replacement. A name
+    is left out if the replacement is no longer there: another package may have put something over
+    it."""
     kept = {} if owner is None else vars(owner).get(_KEPT, {})
     return {name: pair for name, pair in kept.items() if _own(owner, name) is pair[1]}
 
@@ -277,6 +298,7 @@ def _own(owner: Any, name: str) -> Any:
 
 
 def _put(owner: Any, name: str, ours: Any) -> None:
+    """Sets the name to `ours`, and records the value that it replaces, unless one is recorded."""
     kept = _kept(owner)
     had = kept[name][0] if name in kept else _own(owner, name)
     setattr(owner, _KEPT, {**kept, name: (had, ours)})
@@ -284,6 +306,7 @@ def _put(owner: Any, name: str, ours: Any) -> None:
 
 
 def _give_back(owner: Any, name: str) -> None:
+    """Sets the name to its recorded value, and removes the record."""
     kept = _kept(owner)
     _set(owner, name, kept.pop(name)[0])
     _set(owner, _KEPT, kept or NOTHING)
@@ -297,16 +320,17 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | FunctionType, str, Any]]:
-    """The loaded modules, but those of this package, that hold one of the objects, and functions in
-    them that have one in a default (verl's `unwrap_model` has the wrapper's class there): with the
-    name and what takes its place there. replaced: by an object's id what does, and the modules
-    where it stays."""
+    """Places that hold one of the objects: a holder, a name in it, and the value to put there.
+
+    Holders are loaded modules, except those of this package, and functions in them that have an
+    object as a default (verl's `unwrap_model` has the wrapper's class there). replaced: by an
+    object's id the replacement, and names of modules in which the object stays."""
     loaded = [
         (name, module)
         for name, module in list(sys.modules.items())
         if replaced and name.partition(".")[0] != _PACKAGE and isinstance(module, ModuleType)
     ]
-    for at, module in loaded:
+    for module_name, module in loaded:
         for attribute, value in list(vars(module).items()):
             holder: ModuleType | FunctionType = module
             if type(value) is FunctionType and value.__defaults__ and id(value) not in replaced:
@@ -314,13 +338,14 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | Functio
                 attribute = _DEFAULTS
                 value = value.__defaults__
             if id(value) in replaced or type(value) is tuple:
-                new = _replaced(value, replaced, at)
+                new = _replaced(value, replaced, module_name)
                 if new is not value:
                     yield holder, attribute, new
 
 
 def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:
-    """The replacement for `value`; a tuple with such an entry rebuilt; else `value` itself."""
+    """The replacement for `value` in a module; for a tuple that contains such a value, a new tuple;
+    else `value` itself."""
     if type(value) is tuple:
         entries = tuple(_replaced(entry, replaced, module) for entry in value)
         return value if all(map(operator.is_, entries, value)) else entries

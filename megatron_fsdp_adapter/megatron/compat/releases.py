@@ -1,9 +1,9 @@
 """The releases of other packages that the tests run with, and the messages about others.
 
-megatron-core is the one that can be refused: the wrapper stands in for one of its classes. A
-release older than the oldest tested one is. Any other that is not tested is tried, with one
-warning: whether it fits is seen from what it has (`core_api.py`), not from its number. Releases of
-other packages that are not tested are a remark of `doctor`.
+Only megatron-core can be refused, because the wrapper stands in for one of its classes. A release
+older than the oldest tested one is refused. Any other untested release is used, with one warning:
+its names tell if it fits (`core_api.py`, `patches.py`), not its number. For other packages `doctor`
+remarks on untested releases.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "transformer-engine": ("2.11.0", "2.20.2"),
     "torch": ("2.11", "2.13", "2.15"),
 }
-"""Releases that the tests run with, by the beginning of the version; of megatron-core whole
-versions. In ascending order."""
+"""Package -> releases that the tests run with, in ascending order: whole versions of megatron-core,
+beginnings of the others' versions."""
 
 Release = tuple[tuple[int, ...], bool]
-"""Numbers of a version, and whether it is final: a candidate comes before its release."""
+"""Numbers of a version, and whether it is final. A candidate compares as less than its release."""
 
 
 def parse(version: str) -> Release | None:
-    """The comparable part of a version; None if it is none. A local label ("+abc", a build of one's
-    own) does not matter."""
+    """The comparable part of a version; None if the text is no version. A local label ("+abc", of
+    a user's own build) is ignored."""
     found = re.match(r"(\d+(?:\.\d+)*)(.*)", version.partition("+")[0])
     if found is None:
         return None
@@ -44,9 +44,9 @@ def is_tested(package: str, version: str) -> bool | None:
     if package not in TESTED:
         return None
     plain = version.partition("+")[0]
-    whole = package == CORE
+    is_core = package == CORE
     return any(
-        plain == tested or (not whole and plain.startswith(f"{tested}."))
+        plain == tested or (not is_core and plain.startswith(f"{tested}."))
         for tested in TESTED[package]
     )
 
@@ -93,7 +93,7 @@ def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
 
 
 def warn_if_untested(version: str) -> None:
-    """One warning for a megatron-core that is used and was not tested."""
+    """Warns, once per process, if this megatron-core was not tested."""
     if not is_tested(CORE, version):
         warn(
             f"megatron-core {version} is not tested with megatron_fsdp_adapter (tested are "

@@ -1,8 +1,9 @@
-"""Every name of Megatron-Core, -LM and -Bridge that the package replaces, by purpose.
+"""Names of Megatron-Core, Megatron-LM, Megatron-Bridge and verl that the package replaces, in one
+table for each purpose.
 
-Data only: ours is named "module:name" and looked up when it is put in place (`patches.py`). CPU
-mode has a table of its own (`launch/cpu_mode.py`), and so have the hooks of Megatron-LM's arguments
-(`launch/megatron_lm.py`), which know a command line.
+Replacements are named "module:name" and looked up when they are put in place (`patches.py`). CPU
+mode has a table of its own (`launch/cpu_mode.py`), and so have the hooks into Megatron-LM's
+arguments (`launch/megatron_lm.py`), which need a command line.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _OPTIMIZER = f"{_CORE}.optimizer"
 _DISTRIBUTED = f"{_OPTIMIZER}.distrib_optimizer"
 
 
-def _step(name: str, ours: str, *parameters: str) -> Patch:
+def _method(name: str, ours: str, *parameters: str) -> Patch:
+    """A method of core's `DistributedOptimizer`. parameters: by default only `self`."""
     return Patch(
         _DISTRIBUTED,
         f"DistributedOptimizer.{name}",
@@ -52,25 +54,25 @@ OPTIMIZER: tuple[Patch, ...] = (
         "megatron.optimizer.optimizer:_remember_groups",
         parameters=("pg_collection, model_chunks, ...",),
     ),
-    _step("offload_to_cpu", "optimizer:_offload_state"),
-    _step("restore_from_cpu", "optimizer:_restore_state"),
-    _step("__init__", "optimizer:_init", "self, optimizer, config, ..."),
-    _step("get_grad_stats_parallel_group", "clipping:grad_stats_group"),
-    _step(
+    _method("offload_to_cpu", "optimizer:_offload_state"),
+    _method("restore_from_cpu", "optimizer:_restore_state"),
+    _method("__init__", "optimizer:_init", "self, optimizer, config, ..."),
+    _method("get_grad_stats_parallel_group", "clipping:grad_stats_group"),
+    _method(
         "get_grads_for_grad_norm or get_main_grads_for_grad_norm", "clipping:norm_grads",
         "self", "self, grad_norm_group",
     ),
-    _step("clip_grad_norm", "clipping:clip", "self, clip_grad"),
-    _step("step", "clipping:step"),
-    _step("step_with_ready_grads", "clipping:step_with_norm"),
-    _step("count_zeros", "clipping:count_zeros"),
-    _step("_init_optimizer_states_with_dummy_values", "optimizer:_init_states"),
-    _step("_collect_main_grad_data_for_unscaling", "optimizer:_unscaling_data"),
-    _step("_copy_model_params_to_main_params", "optimizer:_reload", "self, ..."),
-    _step("_param_name", "optimizer:_param_name", "self, param"),
-    _step("sharded_state_dict", "optimizer:_sharded_state", "self, ..."),
-    _step("sharded_param_state_fsdp_dtensor", "optimizer:_save_state", "self, is_loading"),
-    _step("load_state_dict", "optimizer:_load_state", "self, state_dict"),
+    _method("clip_grad_norm", "clipping:clip", "self, clip_grad"),
+    _method("step", "clipping:step"),
+    _method("step_with_ready_grads", "clipping:step_with_norm"),
+    _method("count_zeros", "clipping:count_zeros"),
+    _method("_init_optimizer_states_with_dummy_values", "optimizer:_init_states"),
+    _method("_collect_main_grad_data_for_unscaling", "optimizer:_unscaling_data"),
+    _method("_copy_model_params_to_main_params", "optimizer:_reload", "self, ..."),
+    _method("_param_name", "optimizer:_param_name", "self, param"),
+    _method("sharded_state_dict", "optimizer:_sharded_state", "self, ..."),
+    _method("sharded_param_state_fsdp_dtensor", "optimizer:_save_state", "self, is_loading"),
+    _method("load_state_dict", "optimizer:_load_state", "self, state_dict"),
     Patch(
         f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
         "ChunkOffloadHandler.tensor_need_offloading_checker",
@@ -86,7 +88,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
 )  # fmt: skip
-"""Patches of core's optimizers and of what surrounds their steps, which every wrapper needs."""
+"""Patches of core's optimizers and of functions around their steps. Every wrapper needs them."""
 
 _LAYERS = f"{_CORE}.tensor_parallel.layers"
 FUSED_WGRAD = (
@@ -99,7 +101,8 @@ FUSED_WGRAD = (
     ),
     Patch(_LAYERS, "_grad_accum_fusion_available", True, stands),
 )
-"""Megatron's linear layers fuse weight gradients without apex; with it nothing is changed."""
+"""Patches by which Megatron's linear layers fuse weight gradients without apex. With apex they keep
+its functions."""
 
 
 def _conversion(name: str, ours: str, required: bool = True) -> Patch:
@@ -120,7 +123,7 @@ BRIDGE_WEIGHTS = (
     _conversion("stream_weights_megatron_to_hf_quant", "_stream", required=False),  # from 0.4 on
     _conversion("build_export_fp8_tasks", "_fp8_tasks", required=False),  # likewise
 )
-"""Megatron-Bridge's conversion of a live model from and to Hugging Face."""
+"""Patches of Megatron-Bridge's conversion of a live model from and to Hugging Face."""
 
 BASE_WEIGHTS = (
     Patch(BRIDGE, "_load_base_checkpoint", "megatron.frameworks.peft_base_weights:load"),
@@ -147,7 +150,7 @@ DRIVERS = (
     _makes_models("megatron.training.training", "get_model"),
     _makes_models("megatron.training.models.dist_utils", "unimodal_build_distributed_models"),
 )
-"""Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
+"""Patches of Megatron-LM's and Megatron-Bridge's checkpoint code, where its own path stops."""
 
 
 def _norm_of(module: str) -> Patch:
@@ -188,15 +191,15 @@ NAMES = (
         everywhere=True,
     ),
     # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
-    # Its V2 is left alone: that function alone makes one, and core's optimizer goes another way for
-    # what is one.
+    # Its V2 is left alone: only that function makes one, and core's optimizer handles it in another
+    # way.
     Patch(
         WRAPPER, "FullyShardedDataParallelV1",
         "megatron.wrapper.adapter:FullyShardedDataParallel", stands,
         required=False, everywhere=True,
     ),
-    # Megatron-Bridge unwraps models down to it before it converts their weights. Core's own
-    # fully_shard() makes one: it keeps the original, so that this is the error of `CONSTRUCTORS`.
+    # Megatron-Bridge unwraps models down to this class before it converts their weights. Core's own
+    # fully_shard() keeps the original: it makes one, and the error is that of `CONSTRUCTORS`.
     Patch(
         f"{_ENGINE}.megatron_fsdp", "MegatronFSDP", "megatron.inner_module:ShardedModule", stands,
         required=False, everywhere=True, but_in=(f"{_ENGINE}.fully_shard",),
@@ -213,9 +216,9 @@ NAMES = (
     _helper("uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
     _helper("param_and_grad_buffer", "make_fsdp_dtensor"),
 )  # fmt: skip
-"""Patches of what is imported by name from core and its bundled engine: the wrapper, which
-models are tested for with isinstance, and helpers of checkpoint code. The engine cannot be used
-meanwhile."""
+"""Patches of names that others import from core and from its bundled engine: the wrapper, for which
+models are tested with isinstance, and helpers of checkpoint code. While they are in place the
+bundled engine cannot be used."""
 
 CONSTRUCTORS = tuple(
     Patch(
@@ -227,8 +230,8 @@ CONSTRUCTORS = tuple(
     )
     for row in NAMES[:3]
 )
-"""Patches of constructors of the classes that are replaced, so that a kept reference to one cannot
-make a model."""
+"""Patches of the replaced classes' constructors: code that kept a reference to such a class cannot
+make a model with it."""
 
 _SAVES = "megatron.checkpoint.megatron_saves"
 _BACKGROUND = "megatron.checkpoint.background_saves"
@@ -276,7 +279,8 @@ SAVES = (
     _saves(BRIDGE, "open", "opens", "opens the tracker", default=builtins.open),
     _saves(BRIDGE, "shutil", "shutil_view", "replaces its train state", default=shutil),
 )
-"""Globals by which Megatron-LM and Megatron-Bridge save: a release has one of the names."""
+"""Patches of globals by which Megatron-LM and Megatron-Bridge save. Where a row has two names, a
+release has one of them."""
 
 _RL = "megatron.frameworks.rl_frameworks"
 VERL = "verl.utils.megatron_utils"
@@ -295,7 +299,7 @@ def _moves(name: str, ours: str, first: str) -> Patch:
 
 
 def _exports(name: str, ours: str, parameters: str) -> Patch:
-    """verl's export of what has changed; releases before 0.9 have none."""
+    """A method of verl's export of changed weights, which begins with release 0.9."""
     name = f"MegatronEngine.{name}"
     ours = f"{_RL}:{ours}"
     return Patch(_VERL_ENGINE, name, ours, parameters=(parameters,), required=False)
@@ -325,11 +329,11 @@ FRAMEWORKS = (
         required=False,
     ),
 )
-"""Reinforcement learning on top of Megatron: memory while another engine generates, and what is
-sent to it."""
+"""Patches of frameworks of reinforcement learning: memory while another engine generates, and the
+weights that are sent to it."""
 
 LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *NORMS, *SAVES, *FRAMEWORKS)
-"""Patches of modules that are used if they are loaded, perhaps after `install()`."""
+"""Patches of modules that are not imported for it: they may be loaded after `install()`."""
 ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
 """All patches that `install()` puts in place."""
 
@@ -340,9 +344,10 @@ def installed() -> bool:
 
 
 def install_beside_a_wrapper() -> bool:
-    """Puts what a wrapper needs in place, until `uninstall()`: the optimizer's patches, which leave
-    other models alone. Returns whether `install()` was called: then also what was imported
-    since."""
+    """Puts in place what a wrapper needs: the optimizer's patches, which leave other models alone;
+    and if `install()` was called, also patches of modules that were imported since.
+
+    Returns whether `install()` was called. The patches stay until `uninstall()`."""
     is_installed = installed()
     patches.install((*OPTIMIZER, *LATE) if is_installed else OPTIMIZER)
     return is_installed
