@@ -27,5 +27,5 @@ class Backward:
     calls: Counter[int] = field(default_factory=Counter)
     # Ordinals of completed units, in that order.
     done: dict[int, None] = field(default_factory=dict)
-    # The unit whose module has returned last, if one has.
-    recomputed: Unit | None = None
+    # The unit whose module has returned last; None before, and when a unit is called in backward.
+    last_returned: Unit | None = None

@@ -8,10 +8,11 @@ with NCCL once (`nccl_ub`), and addresses do not change. The rules:
             two slots in turn, sized by the largest of them all; those inside other units (parts
             of a layer) take two of their own. Every other unit has a slot of its own, but for two
             of them that run first and last (embedding, output layer), which share one.
-    owner   a slot belongs to the unit that was gathered into it last. A unit takes it over when the
-            other has been resharded; asked for by its module, also when the other is not
-            computing (kept for a backward, gathered ahead), which then is gathered again. Two units
-            that compute at once, one inside the other, cannot share a slot: an error.
+    owner   a slot belongs to the unit that was gathered into it last. Another unit that is gathered
+            ahead takes it over if the owner has been resharded. A unit whose module is called
+            takes it over unless the owner computes; an owner that was kept for its backward, or
+            gathered ahead, is gathered again then. Two units that compute at once, one inside the
+            other, cannot share a slot: an error.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def mark_owned(tensor: torch.Tensor) -> None:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """True if `tensor` is in a buffer of an engine; of a tensor made of others, which it holds as
-    attributes, whether any of them is."""
+    """True if `tensor` is in a buffer of an engine. A tensor may be made of others, which are its
+    attributes: then if any of them is."""
     if torch._C._has_storage(tensor) and getattr(tensor.untyped_storage(), _MARK, False):
         return True
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
@@ -54,10 +55,10 @@ def is_owned(tensor: torch.Tensor) -> bool:
 
 
 def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """A function that copies each of as many inputs to its output, casting it. Which outputs are
-    large is looked at once.
+    """A function that copies and casts inputs to `outputs`, one each.
 
-    Torch's kernel for many tensors is slow beside GEMMs, which leave room for few of its blocks
+    The sizes of outputs are looked at once, here, and not in each copy. Torch's kernel for many
+    tensors is slow beside GEMMs, which leave room for few of its blocks
     (docs/results_experiments.md).
     """
     large = [(i, output) for i, output in enumerate(outputs) if output.numel() >= LARGE]
@@ -74,7 +75,7 @@ def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
 
 
 def copy_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Copies every input to its output, casting it. ValueError unless there are as many."""
+    """Copies and casts each input to its output. Raises ValueError unless there are as many."""
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs and {len(inputs)} inputs")
     copies_to(outputs)(inputs)
@@ -89,9 +90,11 @@ class FlatBuffer:
     rejected: `F.linear` saves a view, which would go on pointing at the old storage.
 
     Args:
-        numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
-        memory: uint8, of as many bytes, to lie in for good; storage then never goes.
-        is_zero: whether that is zero already.
+        numel: number of elements; dtype: of each.
+        runtime: takes and gives the storage, on its device.
+        memory: uint8, of as many bytes as the elements have. The buffer lies in it for good; its
+            storage then never goes.
+        is_zero: whether `memory` is zero already.
     """
 
     label = "a buffer"
@@ -134,8 +137,8 @@ class FlatBuffer:
         return self.tensor.numel() * self.tensor.element_size()
 
     def allocate(self) -> None:
-        """Takes storage on the current stream; contents are undefined, NaN where the runtime
-        poisons. Nothing where it is taken already."""
+        """Takes storage on the current stream, if it has none. Contents are undefined then, or NaN
+        where the runtime poisons."""
         if not self.fixed:
             try:
                 self.runtime.allocate(self.tensor)
@@ -145,8 +148,8 @@ class FlatBuffer:
         self._in_use = True
 
     def release(self) -> None:
-        """Gives the storage back on the current stream. Where the runtime poisons, what stays in
-        fixed memory is NaN from here on: a late read, or an addition, becomes NaN."""
+        """Gives the storage back on the current stream. Fixed memory stays; where the runtime
+        poisons it becomes NaN, so that a late read, or an addition, becomes NaN."""
         if not self.fixed:
             self.runtime.release(self.tensor)
         elif self._in_use:
@@ -154,7 +157,8 @@ class FlatBuffer:
         self._in_use = False
 
     def forget(self) -> None:
-        """Marks the contents as unused; the storage stays."""
+        """Declares the contents undefined: fills them with NaN where the runtime poisons, and else
+        does nothing."""
         if self.runtime.poison and self.allocated:
             fill_with_nan(self.tensor)
 
@@ -171,9 +175,10 @@ class ShardedBuffer(FlatBuffer):
     """A flat buffer with the elements of one shard of a group, in one plane of its format.
 
     Args:
-        stored: the shard that there is memory for. specs: shards inside it, `stored` among them,
-            whose views are made now and stay for life.
-        dtype: of the elements; None for the plane's. memory, is_zero: as of `FlatBuffer`.
+        stored: the shard that there is memory for.
+        specs: shards inside it, `stored` among them. Their views are made now and stay for life.
+        dtype: of the elements; None for the plane's.
+        memory, is_zero: as of `FlatBuffer`.
     """
 
     def __init__(
@@ -192,10 +197,10 @@ class ShardedBuffer(FlatBuffer):
         self.stored = stored
         # The plane of the format whose elements these are.
         self.plane = plane
-        # The same in host memory, where the values are that checkpoints, loads and exports see, if
-        # this one has storage only while an optimizer updates it. Hiding the copies in host memory
-        # was rejected: whatever reads a main weight between two steps would have to bring it back
-        # first.
+        # The same elements in host memory, if this buffer has storage only while an optimizer
+        # updates it. Checkpoints, loads and exports see the values there. Hiding the copies in host
+        # memory was rejected: whatever reads a main weight between two steps would have to bring it
+        # back first.
         self.host: ShardedBuffer | None = None
         # By shard, views of its part of each segment.
         self._segments = {spec: self._segment_views(spec) for spec in specs}
@@ -212,8 +217,8 @@ class ShardedBuffer(FlatBuffer):
 
     @functools.cached_property
     def params(self) -> list[torch.Tensor]:
-        """A view of each parameter in the shape of the module's own, in a buffer that stores all of
-        it."""
+        """A view of each parameter in its shape, or in that of its plane. `stored` must be all of
+        the group."""
         both = zip(self._items[self.stored], self.stored.layout.specs, strict=True)
         return [item.view(self.plane.shape(spec.shape)) for item, spec in both]
 
@@ -223,7 +228,7 @@ class ShardedBuffer(FlatBuffer):
         self.tensor.copy_(self.host.tensor, non_blocking=True)  # type: ignore[union-attr]
 
     def store(self) -> None:
-        """Takes them back to host memory, on the current stream."""
+        """Copies the values from the device to `host`, on the current stream."""
         self.host.tensor.copy_(self.tensor, non_blocking=True)  # type: ignore[union-attr]
 
     def _segment_views(self, spec: ShardSpec) -> list[torch.Tensor]:
@@ -243,7 +248,7 @@ class ShardedBuffer(FlatBuffer):
         return pieces
 
     def _shifts(self) -> list[int]:
-        """From offsets in the group to offsets in this buffer, for each segment."""
+        """For each segment, the number to add to an offset in the group to get that in this buffer."""
         return [own.start - full.start for full, own in self.stored.segments]
 
 
@@ -260,10 +265,13 @@ AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 def plan_slots(
     kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """The slot of each unit, and the bytes of each slot, for units of the given kinds and sizes, in
-    the order in which they run; the last one is the root, which is there while any other is. A unit
-    whose size is None has no need of a slot: it gets the root's number and takes nothing of it.
-    depths: inside how many other units each one is, the root aside; None if inside none."""
+    """The number of each unit's slot, and the bytes of each slot.
+
+    kinds, nbytes: of the units, in the order in which they run. The root is the last one, whose
+        weights are there while any others are. None: the unit needs no slot. It gets the root's
+        number and takes nothing of it.
+    depths: inside how many other units each one is, the root aside; None if none is inside another.
+    """
     needed = [size or 0 for size in nbytes]
     depths = depths or [0] * len(kinds)
     root = len(kinds) - 1
@@ -308,10 +316,11 @@ def aligned(nbytes: int) -> int:
 
 
 def bucket_dtype(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> torch.dtype:
-    """The dtype of a group's bucket: `comm`, or where the unit `narrows` buckets
-    (`EngineConfig`) the dtype that autograd gives all of its gradients, if that is narrower.
-    Every backward copies one gradient of each parameter into a fresh bucket, so a cast to `comm`
-    would add nothing to it."""
+    """The dtype of a group's bucket: `comm`, or the dtype of its gradients if that is narrower.
+
+    narrows: the latter is allowed (`EngineConfig.narrows_buckets`), where autograd gives all the
+    gradients. Every backward copies one gradient of each parameter into a fresh bucket, so a cast
+    to `comm` would add no bits to it."""
     if not narrows or not all(spec.from_autograd for spec in layout.specs):
         return comm
     dtype = layout.specs[0].dtype
@@ -335,13 +344,13 @@ def weights_in_slot(unit: Sequence[GroupLayout]) -> int:
 
 
 def buckets_in_slot(unit: Sequence[GroupLayout], comm: torch.dtype, narrows: bool) -> int:
-    """Bytes that their buckets take; see `bucket_dtype`."""
+    """Bytes that the buckets of a unit's groups take of a slot; see `bucket_dtype`."""
     return sum(aligned(bucket_bytes(one, comm, narrows)) for one in unit)
 
 
 class Slot:
-    """One unit's use of memory that others use in turn: handed out buffer by buffer. Without a
-    number and memory, of storage that comes and goes."""
+    """One unit's use of a slot, whose memory is handed out buffer by buffer. Without `number` and
+    `memory` the unit has no slot: its storage comes and goes."""
 
     def __init__(self, number: int | None = None, memory: torch.Tensor | None = None) -> None:
         # Units whose slots have one number share its memory; None if storage comes and goes.
@@ -352,7 +361,7 @@ class Slot:
         self._taken = 0
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory for life of so many bytes; None if they come and go."""
+        """The next `nbytes` of the slot's memory, for life; None without a slot."""
         if self.memory is None:
             return None
         start = self._taken
@@ -366,7 +375,7 @@ def make_slots(
     depths: Sequence[int],
     allocate: AllocateSlots,
 ) -> list[Slot]:
-    """Makes the slots of each unit; see `plan_slots`."""
+    """The slot of each unit, in new memory; see `plan_slots`."""
     slot_of, sizes = plan_slots(kinds, nbytes, depths)
     memory = allocate(sizes) if any(sizes) else []
     slots = []
@@ -397,7 +406,7 @@ READ = (MAIN_WEIGHTS, COMPUTE_WEIGHTS, SLOTS)
 
 
 def check_here(away: Collection[str], action: str, needed: Collection[str]) -> None:
-    """RuntimeError if something of `needed` is `away`."""
+    """Raises RuntimeError if a kind of memory that `action` has `needed` is `away`."""
     missing = [kind for kind in away if kind in needed]
     if missing:
         raise RuntimeError(

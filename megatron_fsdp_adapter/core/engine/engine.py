@@ -57,8 +57,8 @@ class FsdpEngine:
     """
 
     is_last_microbatch: bool | None = None
-    """True if no further backward follows in this step; None if that is unknown. Several may run
-    then, except where gradients are kept: there the first one counts as the last."""
+    """True if no further backward follows in this step; None if that is unknown. The first one then
+    counts as the last where gradients are kept. Elsewhere several may run."""
     after_no_sync: bool | None = True
     """Value of `is_last_microbatch` after `no_sync`, if it was None before."""
     auto_sync = False
@@ -145,12 +145,12 @@ class FsdpEngine:
 
     def root_pre_forward(self, name: hooks.RootName) -> None:
         """A module that holds all parameters is called."""
-        again = hooks.in_backward()
-        if not again and self.running_root in (None, hooks.RootCall.RAISED, name):
+        in_backward = hooks.in_backward()
+        if not in_backward and self.running_root in (None, hooks.RootCall.RAISED, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()
-            if again and self.in_flight <= 0:
+            if in_backward and self.in_flight <= 0:
                 # A reentrant checkpoint of all: its forward, without gradients, was not counted.
                 self.in_flight = 1
                 for unit in self.units:
@@ -178,11 +178,11 @@ class FsdpEngine:
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
         if hooks.in_backward():
-            # Of units inside one that is recomputed (the parts of a large layer) the one before it
-            # is resharded: its backward comes after this one's.
+            # Where a large layer is recomputed, the units inside it run one after the other. The
+            # one before this is resharded: its backward comes after this one's.
             backward = self.begin_backward()
-            before = backward.recomputed
-            backward.recomputed = None
+            before = backward.last_returned
+            backward.last_returned = None
             if before is not None and before is not unit and before.inside and not before.busy:
                 self.gather.reshard(before)
         else:
@@ -195,26 +195,26 @@ class FsdpEngine:
         unit.busy = True
         if torch.is_grad_enabled():
             done = hooks.grad_callback(self.post_backward, unit)
-            again = hooks.grad_callback(self.pre_backward, unit)
-            return hooks.on_inputs_done(args, kwargs, done, again)
+            on_double_backward = hooks.grad_callback(self.pre_backward, unit)
+            return hooks.on_inputs_done(args, kwargs, done, on_double_backward)
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:
-        """A unit's module, which was `given` inputs, returns, its last one if that `ends` it. The
-        unit's backward may come next while recomputing, and does for the last: no resharding."""
-        again = hooks.in_backward()
+        """A unit's module, which was `given` inputs, returns. ends: it is the unit's last module.
+        The unit stays if its backward may be next: in recomputation, and if it is the last unit."""
+        in_backward = hooks.in_backward()
         with_gradients = torch.is_grad_enabled()
-        unit.busy = again and not with_gradients
-        self.backward.recomputed = unit
+        unit.busy = in_backward and not with_gradients
+        self.backward.last_returned = unit
         if with_gradients:
             reached = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, reached, given)
             if ends:
                 for group in unit.direct_groups:
                     group.direct.expect(overwrites=not group.keeps_grads)
-            if again or self.order.is_last(unit.ordinal):
+            if in_backward or self.order.is_last(unit.ordinal):
                 return
-        if ends and (with_gradients or not again):
+        if ends and (with_gradients or not in_backward):
             self.gather.reshard(unit)
 
     def root_post_forward(self, name: hooks.RootName, output: Any) -> None:
@@ -270,8 +270,8 @@ class FsdpEngine:
         self.reduce.backward_begins(unit, accumulates=backward.accumulates)
 
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of one call of a unit are known. A unit that was called several times in
-        forward is completed after as many."""
+        """All gradients of one call of a unit are known. Completes the unit when those of all its
+        calls in forward are."""
         backward = self.begin_backward()
         unit.check_gathered()
         backward.calls[unit.ordinal] += 1
@@ -305,10 +305,10 @@ class FsdpEngine:
         )
 
     def end_backward(self) -> None:
-        """The backward ends. Completes the units whose inputs needed no gradient or that were not
-        reached, and those to which gradients came later, in the same order on all ranks. They come
-        late where part of the graph between a weight and the loss is older than the call of the
-        unit (autocast keeps casts), or a unit ran more often than was counted."""
+        """The backward ends. Completes in the same order on all ranks: units whose inputs needed no
+        gradient or that were not reached, and units to which gradients came late. They come late if
+        a part of the graph between a weight and the loss is older than the unit's call (autocast
+        keeps casts), or if a unit ran more often than was counted."""
         backward = self.backward
         if backward.accumulates:
             for unit in reversed(self.units):
@@ -345,8 +345,8 @@ class FsdpEngine:
 
     @torch.no_grad()
     def finish_grads(self) -> None:
-        """All gradients reduced on the current stream, attached to the sharded parameters,
-        which are shown from now on.
+        """Reduces all gradients and shows sharded parameters, which have them. Compute is ordered
+        behind the reductions.
 
         Raises:
             RuntimeError: gradients of this rank were not finite, with a `grad_check`; or ranks have
@@ -363,7 +363,7 @@ class FsdpEngine:
         self.gather.updates.load_ahead()
 
     def compared_numbers(self) -> Sequence[int]:
-        """Numbers that go with the comparison of launches to all ranks; each gets the largest."""
+        """Numbers for `launches.compare`, which finds the largest of each over the ranks."""
         return ()
 
     def attach_grads(self) -> None:
@@ -383,9 +383,9 @@ class FsdpEngine:
 
     @torch.no_grad()
     def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
-        """The optimizer, or a load, has written main weights: gathered weights are stale, and
-        quantized ones are made again, once, when unsharded parameters are shown. Collective then.
-        loaded: also weights that are not trained. stepped: by an optimizer's step."""
+        """The optimizer, or a load, has written main weights. Gathered weights become stale.
+        Quantized ones are made again once, when unsharded parameters are shown; that is collective.
+        loaded: weights that are not trained were written too. stepped: an optimizer's step did."""
         if loaded:
             self.loads += 1
         if not stepped:
@@ -410,8 +410,8 @@ class FsdpEngine:
             group.drop_grads()
 
     def recover(self) -> bool:
-        """Forgets a forward or backward that raised: nothing is in flight or in use after. Returns
-        whether it was one with gradients."""
+        """Forgets a forward or backward that raised. Nothing is in flight or in use afterwards.
+        Returns whether that pass was one with gradients."""
         with_gradients = self.counts_calls or self.backward.running
         self.backward.running = False
         self.running_root = None
@@ -430,7 +430,7 @@ class FsdpEngine:
             self.switch.show(unsharded=True, before=self.before_unsharded)
 
     def before_unsharded(self) -> None:
-        """Sharded parameters, which may have been written, are shown no longer."""
+        """Prepares for hiding sharded parameters, which may have been written."""
         if self.quantization is not None:
             self.quantization.catch_up()
         self.gather.mark_stale()
@@ -491,8 +491,8 @@ class FsdpEngine:
 
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:
-        """Makes weights current for the next forward: all of them now, or with overlap only the
-        first unit's gather is launched."""
+        """Makes weights current for the next forward. Gathers all of them now with `wait`, or
+        without overlap; else only launches what that forward needs first."""
         self.to_unsharded()
         if wait or not self.config.overlap_param_gather:
             self.gather.unshard_all()

@@ -159,9 +159,8 @@ class GatherPipeline:
         self.units = units  # in module order, root last
         self.config = config  # of the engine
         self.runtime = runtime  # streams and storage
-        # What gathers run on over each axis, by domain.
-        self.communicators = communicators
-        self.outer = outer  # likewise
+        self.communicators = communicators  # by domain, for gathers over the shard axis
+        self.outer = outer  # by domain, for gathers over the outer axis
         self.order = order  # of requests, which tells the units that are needed next
         self.launches = launches  # records every gather
         self.updates = DeferredUpdates(units, runtime)  # that gathers wait for
@@ -185,7 +184,7 @@ class GatherPipeline:
         self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
 
     def unshard(self, unit: Unit) -> None:
-        """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
+        """Gathers `unit`, orders the compute stream behind that, and launches the next gathers."""
         if not unit.groups:
             return
         upcoming = self.order.request(unit.ordinal)
@@ -196,7 +195,7 @@ class GatherPipeline:
             self._prefetch(self._within_budget(upcoming))
 
     def wait_unshard(self, unit: Unit) -> None:
-        """Unshards a unit and waits, without launching the next gathers, which the caller does."""
+        """Gathers `unit` and orders the compute stream behind that. Launches no further gathers."""
         self.launch_unshard(unit)
         if unit.gathered is not None:
             self._finish(unit)
@@ -210,7 +209,7 @@ class GatherPipeline:
             self.launch(unit)
 
     def hold(self, unit: Unit) -> None:
-        """Counts one more user of `unit`, which is resharded when all have let it go."""
+        """Counts one more user of `unit`. It stays gathered until all have called `unhold`."""
         self._held[unit.ordinal] += 1
 
     def unhold(self, unit: Unit) -> None:
@@ -261,7 +260,7 @@ class GatherPipeline:
         return holder
 
     def _make_way(self, unit: Unit) -> None:
-        """Reshards the unit whose weights are in `unit`'s slot, if it does not compute."""
+        """Reshards the unit whose weights are in `unit`'s slot. RuntimeError if it computes."""
         holder = self._holder(unit)
         if holder is None:
             return
@@ -328,8 +327,12 @@ class GatherPipeline:
             unit.advance(Phase.READY)
 
     def reshard(self, unit: Unit) -> None:
-        """Reshards `unit` once the compute stream has passed this point. Weights that the strategy
-        keeps stay, and what was derived from them if `keep_derived` is set."""
+        """Reshards `unit` once the compute stream has passed this point, unless it is held. Weights
+        that are kept stay there; of those, what was derived goes, unless `keep_derived` is set.
+
+        Raises:
+            RuntimeError: its gathered weights were written (`check_writes`).
+        """
         if unit.phase is Phase.SHARDED or self._held[unit.ordinal]:
             return
         found = unit.take_written()
@@ -344,7 +347,7 @@ class GatherPipeline:
         return [label for unit in self.units for label in unit.take_written()]
 
     def check_writes(self) -> None:
-        """RuntimeError if gathered weights were written where that is lost."""
+        """Raises RuntimeError if gathered weights were written and those writes are lost."""
         refuse_writes(self._written())
 
     def _mark_unit_stale(self, unit: Unit) -> None:
@@ -360,15 +363,15 @@ class GatherPipeline:
             self.runtime.free(GATHER, unit.release_weights)
 
     def reshard_all(self, but: Collection[int] = ()) -> None:
-        """Reshards every unit, unused gathers included, except for those with an ordinal
-        in `but`; see `reshard_unless_next`."""
+        """Reshards every unit, unused gathers included, but for those with an ordinal in `but` and
+        those that the forward that follows begins with."""
         for unit in self.units:
             if unit.ordinal not in but:
                 unit.busy = False
                 self.reshard_unless_next(unit)
 
     def reshard_staying(self) -> None:
-        """Reshards the units that stay while microbatches follow: none does."""
+        """Reshards the units that were kept for a further microbatch: none follows."""
         self.microbatch_follows = False
         for unit in self.units:
             if unit.stays:
@@ -376,12 +379,13 @@ class GatherPipeline:
 
     @property
     def holds_any(self) -> bool:
-        """True if any unit is kept."""
+        """True if any unit is held (`hold`)."""
         return any(self._held.values())
 
     def reshard_held(self, stay: bool) -> None:
-        """Reshards every unit, also those that are held: a pass raised. Those that stay do if it is
-        an evaluation: it may not have raised on other ranks, where they stay."""
+        """Reshards every unit after a pass that raised, also the units that are held. stay: units
+        that are kept between microbatches (`Unit.stays`) are kept. So it is after an evaluation,
+        which may not have raised on other ranks."""
         self._held.clear()
         self.forward_follows = False
         if not stay:
@@ -394,8 +398,8 @@ class GatherPipeline:
             self.reshard(unit)
 
     def mark_stale(self) -> None:
-        """The main weights have changed: whatever is gathered is stale, and later gathers
-        read the new ones. RuntimeError, behind that, as of `check_writes`."""
+        """Marks all gathered weights as stale, because the main weights have changed. Later gathers
+        read the new ones. After that raises the RuntimeError of `check_writes`, if it has one."""
         found = self._written()
         for unit in self.units:
             self._mark_unit_stale(unit)
@@ -413,9 +417,14 @@ class GatherPipeline:
         self._unordered = False
 
     def begin_step(self) -> None:
-        """An optimizer writes main weights next. Nothing is in flight since gradients were
-        finished, unless the model was run meanwhile: an evaluation that raises, or leaves units
-        out, leaves unused gathers. RuntimeError as of `check_writes`."""
+        """Prepares for an optimizer that writes main weights next.
+
+        Orders it behind gathers that nothing waited for. There are some if the model was run after
+        gradients were finished: an evaluation that raised, or that left units out.
+
+        Raises:
+            RuntimeError: gathered weights were written (`check_writes`).
+        """
         self.check_writes()
         if self._unordered:
             self.quiesce()
@@ -425,8 +434,9 @@ class GatherPipeline:
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
     def unshard_all(self, as_forward: bool = False) -> None:
-        """Gathers every unit and orders the compute stream behind it; with slots, which do not
-        hold them all, what the next forward pass asks for first."""
+        """Gathers every unit and orders the compute stream behind it. Slots do not hold all units:
+        with them only what the next forward pass asks for first is launched. as_forward: gathers in
+        the order of that pass, not of the modules."""
         if any(unit.weight_slot is not None for unit in self.units):
             self.unshard_first()
             return

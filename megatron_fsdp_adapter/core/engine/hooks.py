@@ -82,12 +82,13 @@ def needs_grad(value: Any) -> bool:
 
 
 def accumulates(groups: Iterable[ParamGroup]) -> bool:
-    """True if the running backward accumulates gradients of any of `groups`; one for gradients of
-    inputs alone (`torch.autograd.grad`, `backward(inputs=...)`) does not. Looks at parameters only
-    where that backward is for chosen tensors.
+    """True if the running backward accumulates gradients of any of `groups`.
+
+    A backward for gradients of inputs alone (`torch.autograd.grad`, `backward(inputs=...)`) does
+    not. A backward without chosen tensors always does: then no parameter is looked at.
     """
-    # What torch's checkpoint asks, to refuse such a backward: true where nothing was chosen.
-    if torch.autograd._is_checkpoint_valid() and not _is_captured():
+    # Torch's checkpoint asks this too. It is true where no tensors were chosen.
+    if torch.autograd._is_checkpoint_valid() and not _is_on_chosen_tensor():
         return True
     with unchecked(), torch.enable_grad():
         for group in groups:
@@ -98,19 +99,21 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
     return False
 
 
-def _is_captured() -> bool:
-    """True if the running hook is on a chosen tensor with nothing chosen behind it: torch calls it
-    before it reports that tensors were chosen."""
+def _is_on_chosen_tensor() -> bool:
+    """True if the running hook is on a chosen tensor with nothing chosen behind it.
+
+    Torch calls such a hook before it reports that tensors were chosen."""
     node = torch._C._current_autograd_node()
     behind = [edge[0] for edge in node.next_functions if edge[0] is not None]
     return not any(torch._C._will_engine_execute_node(one) for one in behind)
 
 
 def _accumulates(param: nn.Parameter) -> bool:
+    """True if the running backward, which is for chosen tensors, adds to this `.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError as error:
-        # What `torch.autograd.grad` was asked for, it returns instead of accumulating it.
+        # `torch.autograd.grad` returns the gradient of a chosen tensor and does not accumulate it.
         if "currently running autograd.grad()" not in str(error):
             raise
         return False
@@ -120,20 +123,20 @@ def on_inputs_done(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     callback: Callable[..., None],
-    again: Callable[..., None] = lambda: None,
+    on_double_backward: Callable[..., None] = lambda: None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Calls `callback` in backward when the gradients of all inputs are known.
+    """The inputs to use instead; calls `callback` in backward when the gradients of all are known.
 
-    Returns the inputs to use instead: tensors, also those in tuples, are replaced by views. Lists,
-    dicts and other objects are given on as they are, since a module may write into them; their
-    tensors are watched themselves, whose gradients are known when all uses of them are. Without an
-    input that needs a gradient nothing is caught, and with one in a container that cannot be
-    watched: backward's end then is the unit's. A parameter is left: its gradient is accumulated
-    only after a hook on it has run. So is an object that is no dataclass: it may be a cache, in
-    which units before this one, or a recomputed call of this one, have what they computed, and
-    whose gradients are known too late or too early.
+    * A tensor that needs a gradient is replaced by a view of itself, also inside of tuples.
+    * Lists, dicts and dataclasses are given on as they are, since a module may write into them.
+      Their tensors are watched themselves. The gradient of one is known when all its uses are.
+    * A parameter is not watched: its gradient is accumulated only after a hook on it has run.
+    * An object that is no dataclass is not searched. It may be a cache of what other units, or
+      another call of this one, have computed. Those gradients are known too late or too early.
+    * `callback` is never called if nothing is watched, or if a watched tensor is a leaf. The unit
+      is then completed when backward ends (`FsdpEngine.end_backward`).
 
-    again: called when a backward through that backward needs the gradients of inputs.
+    on_double_backward: called when a backward through that backward needs the gradients of inputs.
     """
     watched: list[torch.Tensor] = []
     # Most of what layers are given by name is None or a plain value.
@@ -142,12 +145,13 @@ def on_inputs_done(
     if not watched:
         return args, kwargs
     if any(value.grad_fn is None for value in watched):
-        # A hook on a leaf stays for life: later passes would call it too.
+        # Only a container can give a leaf: other inputs became views. A hook on a leaf stays for
+        # life, so later passes would call it too.
         return new_args, new_kwargs
 
     def done(grads: Any) -> None:
         if torch.is_grad_enabled():
-            on_outputs_needed(grads, again)
+            on_outputs_needed(grads, on_double_backward)
         callback()
 
     if len(watched) == 1:
@@ -158,8 +162,10 @@ def on_inputs_done(
 
 
 def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
-    """The value that a module gets in place of its input `value`; appends what is to be watched."""
-    # Most layers are given tensors and plain values; a walk takes longer than all else here.
+    """The value that a module gets in place of its input `value`. Appends to `watched` the tensors
+    whose gradients are waited for."""
+    # Tensors and plain values come first: most layers are given nothing else, and the search at the
+    # end takes longer than all the rest.
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or isinstance(value, nn.Parameter):
             return value
@@ -172,7 +178,7 @@ def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return tuple(items) if type(value) is tuple else type(value)(*items)
-    for found in _tensors_in(value, _has_fields):
+    for found in _tensors_in(value, _is_dataclass_instance):
         if needs_grad(found) and not isinstance(found, nn.Parameter):
             watched.append(found)
     return value
@@ -181,8 +187,8 @@ def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
 def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = ()) -> None:
     """Calls `callback` in backward when the first gradient of an output arrives.
 
-    A view that is changed in place leaves the graph, and the gradient arrives at what it is a view
-    of; that is watched too, unless it is of the inputs `given`.
+    A view that is changed in place leaves the graph. The gradient then arrives at the tensor that
+    it is a view of. That tensor is watched too, unless the inputs `given` share it.
     """
     tensors = []
     bases = []
@@ -194,8 +200,8 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
         if base is not None and base.grad_fn is not None:
             bases.append(base)
     if bases:
-        theirs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
-        tensors += [base for base in bases if id(base) not in theirs]
+        of_inputs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
+        tensors += [base for base in bases if id(base) not in of_inputs]
     if len(tensors) == 1:
         tensors[0].register_hook(callback)
     elif tensors:
@@ -206,9 +212,14 @@ def has_grad_output(output: Any) -> bool:
     return any(needs_grad(value) for value in _tensors_in(output))
 
 
-def _tensors_in(value: Any, opens: Callable[[Any], bool] = lambda leaf: True) -> list[torch.Tensor]:
-    """The tensors that a module was given or returned: mostly one, or a tuple of tensors and plain
-    values; else whatever pytree and the attributes of objects that are opened lead to."""
+def _tensors_in(
+    value: Any, searches: Callable[[Any], bool] = lambda leaf: True
+) -> list[torch.Tensor]:
+    """The tensors that a module was given or returned.
+
+    Containers that pytree knows are searched, and so are attributes of objects that `searches`
+    accepts. Mostly `value` is a tensor, or a tuple of tensors and plain values: those come first.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) is tuple:
@@ -222,24 +233,24 @@ def _tensors_in(value: Any, opens: Callable[[Any], bool] = lambda leaf: True) ->
         for leaf in tree_leaves(pending.pop()):
             if isinstance(leaf, torch.Tensor):
                 found.append(leaf)
-            elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen and opens(leaf):
+            elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen and searches(leaf):
                 seen.add(id(leaf))
-                pending.append(_attributes(leaf))
+                pending.append(_attribute_values(leaf))
     return found
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attribute_values(value: Any) -> list[Any]:
     """The values of an object's attributes, those of a dataclass with slots included."""
-    inside = getattr(value, "__dict__", {})
-    values = list(inside.values())
-    if _has_fields(value):
+    attributes = getattr(value, "__dict__", {})
+    values = list(attributes.values())
+    if _is_dataclass_instance(value):
         for field in dataclasses.fields(value):
-            if field.name not in inside:
+            if field.name not in attributes:
                 values.append(getattr(value, field.name, None))
     return values
 
 
-def _has_fields(value: Any) -> bool:
+def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -282,8 +293,8 @@ def _root_pre_forward(
     if in_backward() or not torch.is_grad_enabled():
         return None
     # A backward through gradients of the model's inputs may begin with weights of the root's.
-    again = grad_callback(alive.pre_backward, alive.units[-1])
-    return on_inputs_done(args, kwargs, lambda: None, again)
+    on_double_backward = grad_callback(alive.pre_backward, alive.units[-1])
+    return on_inputs_done(args, kwargs, lambda: None, on_double_backward)
 
 
 def _root_post_forward(
@@ -322,8 +333,13 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
 
 
 def register(engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]) -> None:
-    """Hooks the modules of units, in their order, those inside of `module` that hold all
-    parameters, which begin a forward pass, and those that hold parameters of the root."""
+    """Registers all hooks of an engine:
+
+    * on the modules `of_units`, in the order of the engine's units;
+    * on the modules in `module`, itself included, that hold all parameters. Their calls begin a
+      forward pass;
+    * on other modules that hold parameters of the root, and on checkpointed ones.
+    """
     for unit, modules in zip(engine.units, of_units, strict=True):
         for own in modules:
             register_unit(engine, unit, own, ends=own is modules[-1])
@@ -345,9 +361,10 @@ def _ids_of(groups: Iterable[ParamGroup]) -> set[int]:
 
 
 def register_unit(engine: Any, unit: Unit, module: nn.Module, ends: bool) -> None:
-    """Hooks the calls of a unit's module, its last one if it `ends` its forward; ours run first
-    before and last after forward. They hold the unit's number: some modules of Megatron are in
-    reference cycles and outlive the model."""
+    """Hooks the calls of a unit's module. ends: it is the unit's last module.
+
+    Our hook before forward runs first, and ours after it last. Both hold the unit's number and not
+    the unit: some modules of Megatron are in reference cycles and outlive the model."""
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(
         _untraced(_unit_pre_forward, ref, unit.ordinal), prepend=True, with_kwargs=True
@@ -368,8 +385,10 @@ def register_root(engine: Any, name: str, module: nn.Module) -> None:
 
 
 def register_owner(engine: Any, key: str, module: nn.Module, first: bool = True) -> None:
-    """Hooks the calls of a module that holds weights of the root's, or is checkpointed: hooks on
-    what is saved may have been set between the model's call and its own."""
+    """Hooks the calls of a module that holds weights of the root's, or is checkpointed.
+
+    Between the model's call and its own, other hooks on saved tensors may have been set. first:
+    ours runs before other hooks of the module."""
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(_untraced(_enter, ref, key), prepend=first)
     _register_leave(module, ref, key)
@@ -380,7 +399,7 @@ def _register_leave(module: nn.Module, ref: EngineRef, key: Any) -> None:
 
 
 def _untraced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A hook that torch.compile of a module that is called leaves out of its graphs."""
+    """A hook that torch.compile leaves out of the graphs of a module that it compiles."""
     return torch.compiler.disable(functools.partial(function, *args))  # type: ignore[no-any-return]
 
 
@@ -413,15 +432,16 @@ class _Filter:
 
 
 class SavedTensorFilter:
-    """The filters of one engine. `enter` and `leave` of a call are given the same key; a call that
-    raises is left as well."""
+    """The filters of one engine. `enter` and `leave` of one call get the same key. `leave` follows
+    also where the call raises."""
 
     def __init__(self) -> None:
         # Filters of calls that have not returned, with their keys; the innermost call's is last.
         self._entered: list[tuple[Hashable, _Filter]] = []
 
     def enter(self, key: Hashable) -> bool:
-        """A module is called; returns whether hooks are on. Costs 0.2 us where none are."""
+        """True if hooks are on as a module is called; sets the filter then. Costs 0.2 us where none
+        are."""
         found = _innermost()
         if found is None:
             return False
@@ -432,7 +452,7 @@ class SavedTensorFilter:
         return True
 
     def leave(self, key: Hashable) -> None:
-        """Ends the filtering for a call."""
+        """Ends the filtering, if this call began it. Hooks that were put on top stay."""
         if self._entered and self._entered[-1][0] == key:
             _, sieve = self._entered.pop()
             found = _innermost()

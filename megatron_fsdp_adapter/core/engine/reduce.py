@@ -120,9 +120,8 @@ class ReducePipeline:
     ) -> None:
         self.config = config  # of the engine
         self.runtime = runtime  # streams and storage
-        # How gradients are reduced over each axis, by domain.
-        self.domains = domains
-        self.outer = outer  # likewise
+        self.domains = domains  # by domain, how gradients are reduced over the shard axis
+        self.outer = outer  # by domain, how they are reduced over the outer axis
         self.launches = launches  # records every reduction
         self.check = check  # looks at gradients before they are communicated
         # Reductions of groups, by identity and `adds`; made once.
@@ -136,8 +135,12 @@ class ReducePipeline:
         self.repeats_outer = False
 
     def backward_begins(self, unit: Unit, *, accumulates: bool) -> None:
-        """Gives storage to the buckets that `unit`'s modules will write into by themselves;
-        RuntimeError if the backward is not to accumulate gradients of weights."""
+        """Gives storage to the buckets that `unit`'s modules will write into by themselves.
+
+        Raises:
+            RuntimeError: there are such buckets, and the backward does not accumulate gradients of
+                weights; or this backward comes too late (`_refuse_late`).
+        """
         groups = [group for group in unit.direct_groups if not group.idle]
         if not groups or all(group.direct.is_open for group in groups):
             return
@@ -155,7 +158,8 @@ class ReducePipeline:
                 group.direct.open(empty=group.grad_state is not GradState.ACCUMULATED)
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """Forgets backwards that did not come to their end, and what they have written."""
+        """Forgets backwards that did not come to their end. Closes what their modules write into,
+        and releases those buckets, but for kept gradients."""
         self.finish()
         for unit in units:
             for group in unit.direct_groups:
@@ -168,9 +172,11 @@ class ReducePipeline:
     ) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
 
-        is_last: no backward is known to follow in this step. is_known_last: none will, so that
-        even what cannot be repeated, the reduction over an outer axis, may start. more_may_come:
-        of this backward, so that kept gradients are not reduced yet.
+        is_last: no backward is known to follow in this step.
+        is_known_last: none will follow, so that the reduction over an outer axis may start, which
+            cannot be repeated.
+        more_may_come: this backward may give `unit` more gradients, so that kept gradients are not
+            reduced yet.
         """
         groups = unit.active_groups
         if not groups:
@@ -191,15 +197,17 @@ class ReducePipeline:
             self._finish_outer(groups)
 
     def _take(self, group: ParamGroup) -> None:
-        """Takes a backward's gradients: into a fresh bucket, or to those of microbatches before."""
+        """Takes a backward's gradients: into a fresh bucket, or added to those of microbatches
+        before."""
         group.collected.allocate()
         group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
         if group.keeps_grads:
             group.grad_state = GradState.ACCUMULATED
 
     def reduce_late_grads(self, unit: Unit) -> bool:
-        """Takes gradients that came after `backward_done` where some are kept. Returns whether kept
-        ones had to be reduced by themselves, since the others had been."""
+        """Takes gradients that came after `backward_done`, in a unit that keeps some. Returns
+        whether kept gradients had been reduced before, so that the late ones were reduced by
+        themselves."""
         fresh = [group for group in unit.active_groups if not group.keeps_grads]
         groups = [group for group in unit.active_groups if group.keeps_grads]
         were_reduced = any(group.grad_state in REDUCED_STATES for group in groups)
@@ -252,8 +260,8 @@ class ReducePipeline:
             self.check.note(unit)
 
     def _begin(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
-        """Makes room for the gradients of a backward, which are written next; RuntimeError if it
-        comes too late."""
+        """Makes room for the gradients of a backward, which are written next. RuntimeError if that
+        backward comes too late."""
         self._take_back(groups)
         self._refuse_late(unit, groups)
         fresh = [group for group in groups if not group.keeps_grads]
@@ -261,9 +269,12 @@ class ReducePipeline:
             self._make_room(fresh)
 
     def _take_back(self, groups: Sequence[ParamGroup]) -> None:
-        """A further backward follows. Gradients that one rank has and that were scaled as the
-        step's are added to as before. Of a sum over replicas each one keeps an equal part. What a
-        hook has changed stays."""
+        """Takes back a reduction before a further backward adds to its result.
+
+        * In a domain of one rank the scale is taken back: gradients are kept as before it.
+        * Of a sum over the outer axis each replica keeps an equal part, where that is repeated.
+        * Gradients that a hook has changed stay as they are.
+        """
         for group in groups:
             if group.reduced_hook is not None:
                 continue
@@ -290,9 +301,13 @@ class ReducePipeline:
                 )
 
     def reduce_rest(self, units: Sequence[Unit]) -> None:
-        """Reduces whatever the backwards of this step have not: kept gradient buffers that were
-        not overlapped, groups that no backward reached (their gradients are zero), and what is
-        missing over the outer axis: behind all that, or unit by unit if backwards do that."""
+        """Reduces what the backwards of this step have not:
+
+        * kept gradients whose reduction was not overlapped;
+        * groups that no backward reached, whose gradients are zero;
+        * over the outer axis, what is missing there: unit by unit if backwards did that, and else
+          behind all reductions over the shard axis.
+        """
         for unit in units:
             groups = [group for group in unit.trainable_groups if _is_unreduced(group)]
             self._make_room(groups)
@@ -308,7 +323,7 @@ class ReducePipeline:
             self._finish_outer(unit.trainable_groups)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
-        """Starts reducing what was collected; coalesced per domain."""
+        """Starts reducing the collected gradients of `groups`, in one launch for each domain."""
         transient = [group for group in groups if group.has_transient_bucket]
         if any(group.keeps_grads for group in transient):
             self._make_room(transient)
@@ -342,8 +357,9 @@ class ReducePipeline:
         return known
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
-        """Starts the reduction over the outer axis of what has been reduced over the shard axis:
-        once a step, since it is the slow network, and a sum cannot be taken back."""
+        """Starts the reduction over the outer axis of what has been reduced over the shard axis.
+
+        Runs once a step: the outer axis is the slow network, and a sum cannot be taken back."""
         parts = []
         for group in groups:
             how = self.outer.get(group.key.domain)
@@ -365,9 +381,10 @@ class ReducePipeline:
         return works
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
-        """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
-        model of one unit fills the very bucket that its last microbatch is still reducing. A unit
-        in the same slot counts as the same."""
+        """Frees the oldest buckets until one more may exist and none of `groups` is in flight.
+
+        A model of one unit fills the very bucket that its last microbatch is still reducing. Groups
+        in one slot share a bucket's memory."""
         while len(self._in_flight) >= MAX_BUCKETS:
             self._retire()
         while any(flight.uses_memory_of(groups) for flight in self._in_flight):
@@ -381,8 +398,10 @@ class ReducePipeline:
             group.release_bucket()
 
     def retire_all(self) -> None:
-        """Frees all buckets, behind their reductions. Called in the middle of a forward pass, where
-        those of the microbatch before have long passed: at its end memory is scarcest."""
+        """Frees all buckets, behind their reductions.
+
+        Called in the middle of a forward pass: the reductions of the microbatch before have long
+        passed there, and memory is scarcest at its end."""
         while self._in_flight:
             self._retire()
 

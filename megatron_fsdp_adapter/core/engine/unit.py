@@ -7,9 +7,9 @@ them:
     gather stream             gather 1 | gather 2 ...
     compute stream                       forward 1 ...
 
-A unit's gather waits for the update of that unit. The update reads gradients, so those of a unit
-that are forgotten meanwhile keep their memory until the compute stream is behind the unit's gather;
-no backward begins before all are over. Readers of main weights or their state wait for all updates.
+A unit's gather waits for the update of that unit. The update reads the unit's gradients: if those
+are forgotten meanwhile, they keep their memory until the compute stream is behind the gather. No
+backward begins before all updates are over. Readers of main weights or their state wait for all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Unit:
     """The groups of parameters that are gathered and reduced together.
 
     Args:
-        knows: the parameters whose weights are quantized.
+        strategy: of this unit.
+        library: of quantized weights, for those of `groups` that have such.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Unit:
         ordinal: int,
         groups: list[ParamGroup],
         strategy: Strategy,
-        knows: QuantizedWeights | None = None,
+        library: QuantizedWeights | None = None,
     ) -> None:
         self.name = plan.name  # of its module, or "root"
         # Position in module order; collectives are issued in an order made of ordinals.
@@ -101,7 +102,7 @@ class Unit:
         # Number of the fixed memory that its weights are gathered into; None without.
         self.weight_slot = next((one.weight_slot.number for one in gathered), None)
         self.phase = Phase.READY  # of its compute weights
-        self._knows = knows  # the parameters in `quantized`
+        self._library = library  # of the weights of `quantized`
         params = [(group, param) for group in groups for param in group.params]
         # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
@@ -110,14 +111,15 @@ class Unit:
         # How often each of these has been written, when that was last looked at.
         self._versions = self._count_writes()
         # Classes of the parameters while their weights are there.
-        self._own_classes = [(param, _gathered(group, type(param))) for group, param in params]
+        self._own_classes = [(param, _present_class(group, type(param))) for group, param in params]
         # And while they are not.
-        self._guarding = [(param, self._guard_of(group, type(param))) for group, param in params]
+        self._guarding = [(param, self._guard_class(group, type(param))) for group, param in params]
         for group in groups:
             _label(group, f"unit {self.name}")
 
     def find_direct(self) -> None:
-        # Groups with gradients that modules write into the bucket by themselves.
+        """Looks again which groups have gradients that modules write into the bucket directly:
+        CUDA graphs of layers change that after construction."""
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
 
     def _count_kept_grads(self) -> None:
@@ -129,7 +131,8 @@ class Unit:
 
     def keep(self, row: Strategy) -> None:
         """Keeps from one microbatch to the next what `row` does not shard, from the next step on.
-        Shards stay as they are. Called between two steps, alike on all ranks."""
+
+        Shards stay as they are. Must be called between two steps, and alike on all ranks."""
         self.strategy = row
         self.stays = not row.shard_weights and not self.keeps_weights
         for group in self.trainable_groups:
@@ -139,7 +142,8 @@ class Unit:
 
     @property
     def active_groups(self) -> list[ParamGroup]:
-        """The groups whose gradients the present backward collects."""
+        """The groups whose gradients the present backward collects: those that are not idle, and
+        idle ones that have gradients."""
         for group in self.trainable_groups:
             if group.idle:
                 return [one for one in self.trainable_groups if not one.idle or one.has_grads()]
@@ -151,8 +155,8 @@ class Unit:
             group.direct.hooked = True
 
     def check_gathered(self) -> None:
-        """RuntimeError if a backward that is over had no weights to read. In a slot it may have
-        read those of another unit in their place."""
+        """Raises RuntimeError if a backward that is over had no weights to read. Looks only at
+        weights in a slot, where it may have read those of another unit in their place."""
         if not self.backward_reads_weights or self.weight_slot is None:
             return
         if self.phase is not Phase.READY:
@@ -181,8 +185,8 @@ class Unit:
         return [param._version for param in self._lossy]
 
     def take_written(self) -> list[str]:
-        """Labels of the parameters that were written since their weights were gathered, or since
-        this was asked; not of those whose main weights are what was written."""
+        """Labels of the parameters whose gathered weights were written since they were gathered, or
+        since the last call. Parameters whose gathered weights are main weights are left out."""
         if self.phase is not Phase.READY:
             return []
         before = self._versions
@@ -196,15 +200,15 @@ class Unit:
                 found.append(param._fsdp_label)  # type: ignore[attr-defined]
         return found
 
-    def _guard_of(self, group: ParamGroup, original: type) -> type:
-        if group.key.quantized and self._knows is not None:
-            return self._knows.guard_class(original)
+    def _guard_class(self, group: ParamGroup, original: type) -> type:
+        if group.key.quantized and self._library is not None:
+            return self._library.guard_class(original)
         return ReshardedParameter
 
     def prepare(self) -> None:
         """Makes quantized weights, which are gathered, ready for a pass."""
         for param in self.quantized:
-            self._knows.prepare(param)  # type: ignore[union-attr]
+            self._library.prepare(param)  # type: ignore[union-attr]
 
     def release_weights(self) -> None:
         """Gives back the memory of gathered weights, on the current stream."""
@@ -214,19 +218,19 @@ class Unit:
                     full.release()
 
     def update_passed(self) -> None:
-        """The compute stream is behind the update that may still have been running."""
+        """Forgets the unit's update, which the compute stream is behind now."""
         self.updated = None
         self.behind_update = False
         for group in self.trainable_groups:
             group.grads_were_read()
 
     def drop_derived(self) -> None:
-        """Drops what was derived from the weights, which is old or no longer needed."""
+        """Drops what was derived from quantized weights: it is old, or no longer needed."""
         for param in self.quantized:
-            self._knows.drop_derived(param)  # type: ignore[union-attr]
+            self._library.drop_derived(param)  # type: ignore[union-attr]
 
 
-def _gathered(group: ParamGroup, original: type) -> type:
+def _present_class(group: ParamGroup, original: type) -> type:
     if original is not nn.Parameter:
         return original
     return PresentParameter if group.main_is_weight else GatheredParameter
@@ -259,14 +263,16 @@ class DeferredUpdates:
         self._last: Any = None  # event of the last update that compute does not follow yet
 
     def join(self, updater: Any) -> None:
-        """Adds an updater of some units (`optim/residency.py`), on a stream of its own. Its methods
-        `load_ahead`, `drop_loads` and `settle` are called by those of the same names here. It is
-        not kept alive."""
+        """Adds an updater of some units (`optim/residency.py`), which has a stream of its own.
+
+        `load_ahead`, `drop_loads` and `settle` call its methods of the same names. It is held
+        weakly."""
         self._updaters.append(weakref.ref(updater))
 
     def queued(self, unit: Unit, event: Any) -> None:
-        """The update of a unit, which reads its gradients, is over when `event` has happened, and
-        so are those that were queued before it."""
+        """Notes that the update of `unit`, which reads its gradients, was queued.
+
+        It is over when `event` has happened, and so are the updates that were queued before it."""
         self._last = event
         unit.updated = event
         unit.behind_update = False
@@ -274,13 +280,13 @@ class DeferredUpdates:
             group.is_read = True
 
     def begin_backward(self) -> None:
-        """Gradients may be written from here on."""
+        """Orders the compute stream behind all updates: gradients may be written after this."""
         self.order_compute()
         if self._updaters:
             self._began = self._runtime.record(COMPUTE)
 
     def order_compute(self) -> None:
-        """Orders the compute stream behind all updates, and the gathers that are launched next."""
+        """Orders the compute stream, and the gathers that follow, behind all updates."""
         if self._last is None:
             return
         self._runtime.wait(COMPUTE, self._last)
@@ -291,8 +297,9 @@ class DeferredUpdates:
                 unit.update_passed()
 
     def load_ahead(self) -> None:
-        """All gradients of a step are on their way: what the first updates need is loaded once the
-        last backward has begun, as host memory is final then."""
+        """Has updaters load what the first updates need. Called when all gradients of a step are on
+        their way. The copy may start once the last backward has begun: host memory is final then.
+        """
         if self._began is not None:
             for updater in self._alive():
                 updater.load_ahead(self, self._began)
@@ -305,8 +312,8 @@ class DeferredUpdates:
             updater.drop_loads()
 
     def settle(self) -> None:
-        """Main weights and state may be read and written after this, on the compute stream, and by
-        the host where they are in its memory."""
+        """Waits for updates: main weights and state may be read and written after this, on the
+        compute stream and, where they are in host memory, by the host."""
         for updater in self._alive():
             updater.settle()
 

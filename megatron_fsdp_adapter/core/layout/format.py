@@ -24,9 +24,9 @@ PLANE_ALIGNMENT = 16
 class Plane:
     """One flat buffer of a format.
 
-    name: the same in all that know the format ("rowwise", "columnwise", "rowwise_scales", ...).
+    name: "rowwise", "columnwise", "rowwise_scales", ...; libraries of quantized weights know it.
     dtype: of its elements. block: rows and columns of the weight that one element stands for.
-    ValueError for a block that has no elements.
+    Raises ValueError for a block that has no elements.
     """
 
     name: str
@@ -43,7 +43,8 @@ class Plane:
         return self.block[0] * self.block[1]
 
     def numel(self, elements: int) -> int:
-        """Elements of the plane for `elements` of the weight; ValueError for parts of blocks."""
+        """Elements of the plane for `elements` of the weight. Raises ValueError if those are no
+        whole blocks."""
         if elements % self.elements:
             raise ValueError(f"{elements} elements are no whole blocks of plane {self}")
         return elements // self.elements
@@ -57,8 +58,8 @@ class Plane:
         return FlatRange(self.numel(extent.start), self.numel(extent.stop))
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape of the plane of a weight of `shape`, or of some of its rows; ValueError unless
-        blocks divide it."""
+        """The shape of the plane for a weight of `shape`, or for some rows of a weight. Raises
+        ValueError unless blocks divide it."""
         rows, columns = self.block
         if rows == columns == 1:
             return shape
@@ -74,10 +75,10 @@ class Plane:
 class WeightFormat:
     """The representation of the compute weights of a group. Frozen and equal on all ranks.
 
-    name: of the format. planes: its buffers, in the order in which they are gathered. rows: rows of
-    dim 0 in a granule, which no shard boundary cuts. align: elements that shards and items start at
-    a multiple of. Raises ValueError for planes whose shards would not be aligned, or whose blocks
-    would be cut.
+    name: of the format. planes: its buffers, in the order in which they are gathered.
+    rows: rows of dim 0 in a granule, which no shard boundary cuts.
+    align: shards and items start at a multiple of so many elements.
+    Raises ValueError for planes whose shards would not be aligned, or whose blocks would be cut.
     """
 
     name: str
@@ -107,14 +108,15 @@ class WeightFormat:
 
     @property
     def has_columns(self) -> bool:
-        """True if backward reads planes of its own. Of other formats it derives a transpose."""
+        """True if backward has planes of its own. In other formats it derives a transpose."""
         return any(plane.name == "columnwise" for plane in self.planes)
 
     def keeps_shards(self, trained: bool) -> bool:
-        """True if shards of the planes stay between gathers of sharded weights. Trained weights are
-        cast into the buffer of every gather: that costs what copying a kept shard there does, and
-        no memory. Frozen weights are cast once, and so are weights with columns, which are two
-        casts."""
+        """True if this rank keeps its shard of the planes between two gathers.
+
+        Trained weights are cast again into the buffer of every gather. That costs as much as
+        copying a kept shard there, and no memory. Frozen weights are cast only once. Weights with
+        columns are two casts, so they are kept too."""
         return self.quantized and (self.has_columns or not trained)
 
     def nbytes(self, elements: int) -> int:
@@ -122,11 +124,12 @@ class WeightFormat:
         return sum(plane.nbytes(elements) for plane in self.planes)
 
     def granularity(self, shape: Shape) -> int:
-        """Elements of one granule of a weight of `shape`: `rows` rows of dim 0. All of it where
-        those do not divide dim 0: such a weight lies whole on one shard, which is right for every
-        format. ValueError if the format cannot represent such a weight at all."""
+        """Elements of one granule of a weight of `shape`: `rows` rows of dim 0.
+
+        If `rows` does not divide dim 0, the granule is all of the weight, which then lies whole on
+        one shard. Raises ValueError if the format cannot represent such a weight at all."""
         for plane in self.planes:
-            plane.shape(shape)
+            plane.shape(shape)  # only for its ValueError
         if not self.cuts(shape):
             return math.prod(shape)
         return self.rows * math.prod(shape[1:])
@@ -166,5 +169,5 @@ MXFP8 = WeightFormat(
     rows=32,
     align=512,
 )
-"""8-bit floats with one scale for 32 elements along a row, for forward, and other ones with one for
-32 along a column, for backward. Scales travel with the bytes: no other rank has them."""
+"""8-bit floats twice: for forward with one scale for each 32 elements of a row, for backward with
+one for each 32 of a column. Scales are gathered with the bytes: no other rank has them."""
