@@ -248,7 +248,8 @@ class ShardedBuffer(FlatBuffer):
         return pieces
 
     def _shifts(self) -> list[int]:
-        """For each segment, the number to add to an offset in the group to get that in this buffer."""
+        """For each segment, the number that is added to an offset in the group to get the one in
+        this buffer."""
         return [own.start - full.start for full, own in self.stored.segments]
 
 

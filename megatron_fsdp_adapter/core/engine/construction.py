@@ -51,7 +51,7 @@ class Communicators(NamedTuple):
 def used_domains(
     plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain]
 ) -> dict[str, ShardDomain]:
-    """The domains of any parameters in `plans`, in the order of these."""
+    """The domains of which `plans` have parameters, in the order in which they come there."""
     names = dict.fromkeys(key.domain for plan in plans for key in plan.groups)
     return {name: domains[name] for name in names}
 
@@ -71,11 +71,12 @@ def broadcast_weights(
     plan: UnitPlan, quantized: QuantizedWeights | None, *axes: Mapping[str, Communicator]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Broadcasts the first rank's weights to all ranks of a domain, along one axis after the other.
-    Each rank keeps other rows, so ranks that were initialized differently would shard a model that
-    none of them had.
 
-    Returns the first main weights of parameters whose compute weights are not equal to them: values
-    of those with another compute dtype, and what `share` gives of quantized ones."""
+    Each rank keeps other rows: without this, ranks that were initialized differently would shard a
+    model that none of them had.
+
+    Returns the first main weights of those parameters whose compute weights are not equal to them:
+    of parameters with another compute dtype, and of quantized ones (`QuantizedWeights.share`)."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
@@ -104,8 +105,10 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
 def unit_slots(
     plans: Sequence[UnitPlan], config: EngineConfig, allocate: AllocateSlots
 ) -> list[tuple[Slot, Slot]]:
-    """The slots of weights and of buckets of each unit, where these are transient and slots are
-    asked for. Groups in domains of one rank have none."""
+    """Each unit's slots, of weights and of buckets. A slot has no memory if the config does not ask
+    for such slots, or if these weights or buckets do not come and go.
+
+    Groups in domains of one rank take nothing of a slot."""
     kinds = [type(plan.module).__name__ for plan in plans]
     depths = [plan.inside for plan in plans]
     comm = config.policy.comm_dtype
@@ -134,8 +137,9 @@ def build_units(
     prepare: Callable[[UnitPlan], None],
     quantized: QuantizedWeights | None,
 ) -> list[Unit]:
-    """One unit at a time, resharded at once, so that initialization needs no more than the shards
-    and one unit beside the module's own weights. prepare: as of `FsdpEngine`."""
+    """Builds and reshards one unit after the other, root last. prepare: as of `FsdpEngine`.
+
+    So initialization needs no more than the shards and one unit beside the module's own weights."""
     units = []
     slots = unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
@@ -199,15 +203,17 @@ def domain_reduces(
 def outer_reduces(
     config: EngineConfig, communicators: Mapping[str, Communicator]
 ) -> dict[str, DomainReduce]:
-    """The reductions over outer axes, in place, of what has been reduced and scaled."""
+    """The reductions over the outer axis of each domain that has one. They are in place, and scale
+    nothing: gradients were scaled over the shard axis."""
     way = REDUCE_SCATTER if config.shard_outer else ALL_REDUCE
     return {name: DomainReduce(REDUCED_OUTER, one, way) for name, one in communicators.items()}
 
 
 def first_completed(units: Sequence[Unit]) -> list[int]:
-    """The ordinals in the order in which the first backward is expected to complete the units. In
-    most models the first unit's inputs need no gradient, so that it is completed at the end, with
-    the root."""
+    """The ordinals in the order in which the first backward is expected to complete the units.
+
+    In most models the first unit's inputs need no gradient, so it is completed at the end of
+    backward, behind the root."""
     *inner, root = [unit.ordinal for unit in units]
     return [*inner[:0:-1], root, *inner[:1]]
 
@@ -215,8 +221,8 @@ def first_completed(units: Sequence[Unit]) -> list[int]:
 def memory_of_exchanges(
     groups: Sequence[ParamGroup], config: EngineConfig, runtime: Runtime, allocate: AllocateSlots
 ) -> FlatBuffer | None:
-    """Room for what is received in the largest bucket of a slot, used by one reduction after the
-    other; None where there is no such bucket."""
+    """Memory for what a rank receives of the largest bucket that is in a slot. One reduction after
+    the other uses it. None if the way to reduce needs no such memory, or no bucket is in a slot."""
     if not config.reduce_scatter.fixed:
         return None
     in_slots = [one for one in groups if one.bucket_slot.memory is not None]
@@ -228,7 +234,7 @@ def memory_of_exchanges(
 
 
 def abandon(runtime: Callable[[], Runtime | None]) -> None:
-    """Empties the queues of a runtime that is still there."""
+    """Empties the queues of the runtime, if it still exists. runtime: a weak reference."""
     alive = runtime()
     if alive is not None:
         alive.abandon()

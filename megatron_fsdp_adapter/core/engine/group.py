@@ -9,24 +9,25 @@
 `weights` are the planes of the group's format: one in the compute dtype, which holds the raw
 parameters, or those that the fields of quantized parameters are in. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Scales of quantized weights are made when main weights have changed, and so are
-their bytes where they are kept; optim_grads_params casts trained ones at every gather.
+them. Scales of quantized weights are made when main weights have changed. So are their bytes, where
+they are kept; optim_grads_params casts the bytes of trained ones at every gather.
+
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
-that. `bucket` is in the communication dtype, or in that of the gradients where an exchange makes
-the same sums of those (`buffer.bucket_dtype`), `grad` in the main-gradient dtype.
+that. `grad` is in the main-gradient dtype. `bucket` is in the communication dtype, or in that of
+the gradients where the sums are the same (`buffer.bucket_dtype`).
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
-In a domain of one rank (`EngineConfig.whole`) both sharded strategies are as optim is, but for the
-released gradients.
+In a domain of one rank (`EngineConfig.whole`) both optim_grads and optim_grads_params do as optim
+does, but their gradients are released.
 
 Where the optimizer is offloaded `main` is in host memory, and optim_grads_params keeps its shard of
-compute weights: the optimizer's update writes that as well, while main weights are on the device
+compute weights. The optimizer's update writes that shard too, while main weights are on the device
 (`ShardedBuffer.load`).
 
-With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
-optim_grads_params keeps its shard of compute weights in any format between steps.
+With an outer axis that splits shards again, "shard" in the row of `main` is a part of the shard in
+other rows. optim_grads_params keeps its shard of compute weights, in any format, between steps.
 """
 
 from __future__ import annotations
@@ -55,13 +56,12 @@ from .wgrad import FusedWgrad
 
 
 class GradState(enum.Enum):
-    """The place of the step's gradients: none yet, summed on this rank, reduced over the shard
-    axis, or over the outer axis as well (only where there is one)."""
+    """The progress of a step's gradients. FINISHED only where there is an outer axis."""
 
-    EMPTY = "empty"
-    ACCUMULATED = "accumulated"
-    REDUCED = "reduced"
-    FINISHED = "finished"
+    EMPTY = "empty"  # none yet
+    ACCUMULATED = "accumulated"  # summed on this rank
+    REDUCED = "reduced"  # over the shard axis
+    FINISHED = "finished"  # over the outer axis as well
 
 
 class ParamGroup:
@@ -73,8 +73,8 @@ class ParamGroup:
 
     Args:
         slots: where gathered weights and the bucket are in fixed memory.
-        quantized: knows the parameters, where the format is a quantized one.
-        values: what main weights begin as, by parameter; those without begin as the weights.
+        quantized: library of quantized weights, where the format is a quantized one.
+        values: by parameter, the first main weights; a parameter without begins with its weights.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ParamGroup:
         # Whether the shard axis has one rank.
         self.is_single_rank = key.domain in config.whole
         self._decide()
-        self._set_parts()
+        self._set_parts()  # behind `_decide`
         # Where the step's gradients are.
         self.grad_state = GradState.EMPTY
         # Whether the user has frozen all of `params`, for all forwards in flight. Their backward
@@ -114,16 +114,17 @@ class ParamGroup:
         self.own_current = True
         # Whether an update may still read the gradients of a step that has returned.
         self.is_read = False
-        # Whether gradients were forgotten while one read them: they keep their memory until then.
+        # Whether gradients were forgotten while an update may read them. They keep their memory
+        # until it has (`grads_were_read`).
         self._release_waits = False
         # Indices of all parameters.
         self._all = frozenset(range(len(managed)))
-        # Indices of the parameters to which a backward has given a gradient since gradients were
-        # last forgotten; the others' are zeros in the buffers.
+        # Indices of the parameters that got a gradient since gradients were last forgotten. For the
+        # others there are zeros in the buffers.
         self.given = frozenset[int]()
         # Writes this rank's part of quantized planes that are not kept.
         self.write_planes: Callable[..., None] | None = None
-        # Changes, in place, what the last axis of a reduction gives, a mean over ranks.
+        # Changes in place what comes out of the reduction over the last axis, a mean over ranks.
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
@@ -132,8 +133,8 @@ class ParamGroup:
                 self._build_grads()
 
     def _set_parts(self) -> None:
-        """The shards of the layout, by which all views of the group's buffers are looked up
-        (`ShardedBuffer.segments`, `items`).
+        """Sets the shards of the layout. All views of the group's buffers are looked up by these
+        objects (`ShardedBuffer.segments`, `items`).
 
         The shard axis is the slow one: what an outer rank holds lies inside its inner shard, so
         that the two axes are gathered and reduced one after the other, in place."""
@@ -173,8 +174,8 @@ class ParamGroup:
         self.main_on_host = self.config.offload and key.requires_grad and plain and casts
 
     def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
-        """A buffer with an element for each that main weights have, whose values are in host
-        memory, zero, while it is released, as it is."""
+        """A released buffer, with `host` memory for its values, of as many elements as `held`. The
+        values are zero."""
         held = self.held
         memory = self.runtime.host_memory(held.layout.shard_numel * dtype.itemsize)
         made = self._buffer(held, dtype)
@@ -185,8 +186,8 @@ class ParamGroup:
     def _build_weights(self, quantized: QuantizedWeights | None) -> None:
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
-        # Whether a shard is kept, where weights are sharded. With an outer axis it is, so that that
-        # is gathered once a step and not at every use: it is the slow network. Keeping it otherwise
+        # Whether a shard is kept, where weights are sharded. It is with an outer axis: this is the
+        # slow network, and is gathered once a step then and not at every use. Keeping shards always
         # was tried: a gather then copies this rank's own piece, which costs what the cast does
         # (docs/results_experiments.md).
         self.keeps_shard = wanted and not self.keeps_weights
@@ -234,7 +235,7 @@ class ParamGroup:
         memory: torch.Tensor | None = None,
     ) -> ShardedBuffer:
         specs = (self.full, self.inner, self.held)
-        inside = specs[specs.index(stored) :]
+        inside = specs[specs.index(stored) :]  # each shard is inside of the one before it
         return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
 
     def _build_main(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -287,8 +288,8 @@ class ParamGroup:
 
     @property
     def can_keep_grads(self) -> bool:
-        """True if the bucket may be kept to sum microbatches in: no other unit uses its memory, and
-        it is as wide as the main gradients."""
+        """True if gradients of several microbatches may be summed in the bucket: gradients are
+        collected there, no other unit uses its memory, and it has the main gradients' dtype."""
         collects_in_bucket = self.has_transient_bucket and self.collected is self.bucket
         if not collects_in_bucket or self.bucket_slot.memory is not None:
             return False
@@ -306,6 +307,8 @@ class ParamGroup:
             self.bucket.release()
 
     def _release_grads(self) -> None:
+        """Releases the bucket, and gradients that come and go. While an update may read the
+        gradients, those wait for `grads_were_read`."""
         self.release_bucket()
         self._release_waits = self.is_read
         if self.is_read:
@@ -316,14 +319,16 @@ class ParamGroup:
             self.grad.forget()
 
     def grads_were_read(self) -> None:
-        """The compute stream is behind an update that read them."""
+        """Ends the reading of gradients by an update, which the compute stream is behind now."""
         self.is_read = False
         if self._release_waits:
             self._release_grads()
 
     def write_own_weights(self) -> None:
-        """Casts the main weights into what this rank holds of the compute weights, where those are
-        not quantized and kept. From host memory only if that is stale."""
+        """Casts the main weights into this rank's part of the compute weights.
+
+        Quantized weights are written by `write_planes`, if they are not kept. Main weights in host
+        memory are cast only if they have changed (`own_current`)."""
         if self.write_planes is not None:
             self.write_planes()
         if self.main_is_weight or not self.held_weights:
@@ -333,8 +338,8 @@ class ParamGroup:
         self.own_current = True
 
     def write_own_from_device(self) -> None:
-        """Writes this rank's compute weights from the device buffer of main weights in host memory,
-        which an optimizer has updated."""
+        """Casts main weights that are in host memory, from the device buffer in which an optimizer
+        has just updated them."""
         if self.main_on_host:
             copy_each(self.held_weights, self.device_main.segments(self.held))
             self.own_current = True
@@ -345,8 +350,8 @@ class ParamGroup:
             return self.direct.is_open or any(param.grad is not None for param in self.params)
 
     def collect_late(self) -> ShardedBuffer:
-        """Moves the unsharded parameters' `.grad` into a buffer of their own, in the communication
-        dtype and zero where there is none; returns it."""
+        """Moves the unsharded parameters' `.grad` into a new buffer and returns that. It has the
+        bucket's dtype, and is zero where there is no gradient."""
         late = self._buffer(self.full, self.bucket.tensor.dtype)
         grads = self.take_unsharded_grads()
         found = [index for index, grad in enumerate(grads) if grad is not None]
@@ -356,11 +361,11 @@ class ParamGroup:
         return late
 
     def take_grads(self, accumulate: bool) -> None:
-        """Moves the unsharded parameters' `.grad` into `collected` and drops them; what modules
-        have written there by themselves stays, and `.grad` adds to it.
+        """Moves the unsharded parameters' `.grad` into `collected`.
 
-        A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
-        that is replaced.
+        A `.grad` is added to what its module has written there by itself, and with `accumulate` to
+        all that is there. Otherwise it replaces what is there, and a parameter without a gradient
+        gets zeros.
         """
         every = self.take_unsharded_grads()
         written = self.direct.close()
@@ -384,11 +389,11 @@ class ParamGroup:
     def put_grads(
         self, grads: Iterable[tuple[int, torch.Tensor | None]], kept: Container[int]
     ) -> None:
-        """Adds gradients, of parameters by index, to `collected` where that has `kept` some of
-        theirs, and copies them there otherwise. What is None is left out."""
+        """Puts gradients, each with its parameter's index, into `collected`. Adds those of `kept`
+        parameters to what is there, and copies the others over it. None is left out."""
         sums = []
         added = []
-        copies = []
+        replaced = []
         copied = []
         for index, grad in grads:
             if grad is None:
@@ -398,14 +403,14 @@ class ParamGroup:
                 sums.append(view)
                 added.append(grad)
             else:
-                copies.append(view)
+                replaced.append(view)
                 copied.append(grad)
         if added:
             torch._foreach_add_(sums, added)
-        copy_each(copies, copied)
+        copy_each(replaced, copied)
 
     def take_unsharded_grads(self) -> list[torch.Tensor | None]:
-        """The unsharded parameters' `.grad`, which are taken off them."""
+        """Takes `.grad` off the unsharded parameters and returns them."""
         with unchecked():
             grads = [param.grad for param in self.params]
             for param in self.params:
@@ -413,8 +418,8 @@ class ParamGroup:
         return grads
 
     def drop_grads(self, collected: bool = True) -> None:
-        """Forgets the step's gradients, whatever state they are in; with `collected` also those of
-        the unsharded parameters."""
+        """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the
+        unsharded parameters."""
         if collected:
             self.take_unsharded_grads()
         self.grad_state = GradState.EMPTY
@@ -442,8 +447,8 @@ def shard_rank(domain: ShardDomain, config: EngineConfig) -> int:
 def laid_out(
     plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
 ) -> list[UnitPlan]:
-    """`plans` with the layouts of their groups, over all shards of their main weights. A group that
-    has a layout of the same parameters keeps it."""
+    """`plans` with the layouts of their groups over all shards of main weights. A group keeps the
+    layout that it has, if that is of the same parameters."""
 
     def layout(plan: UnitPlan, key: GroupKey) -> GroupLayout:
         specs = tuple(entry.spec(index, key) for index, entry in enumerate(plan.groups[key]))

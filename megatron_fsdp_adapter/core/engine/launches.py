@@ -31,7 +31,7 @@ REDUCED_OUTER = "gradients of {} reduced (outer axis)"
 AGREED = "scales of weights from {} on agreed"
 
 KEPT = 20_000
-"""Number of a step's launches that are kept, to name the first difference: 160 kB."""
+"""The last launches of a step, so many, are kept in words to name the first difference: 160 kB."""
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3
@@ -45,34 +45,34 @@ class Launched:
     count: int = 0
     # The number that they are folded into; 64 bits.
     folded: int = 0
-    # The last ones in words.
-    last: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+    # The latest ones in words.
+    latest: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, text: str, code: int) -> None:
         self.count += 1
         self.folded = ((self.folded * _PRIME) ^ code) & _MASK
-        self.last.append(text)
+        self.latest.append(text)
 
-    def at(self, index: int) -> str:
+    def text_of(self, index: int) -> str:
         """The launch with that number, from 0, in words."""
         if index >= self.count:
             return "nothing more"
-        place = index - (self.count - len(self.last))
-        return self.last[place] if place >= 0 else "no longer remembered"
+        place = index - (self.count - len(self.latest))
+        return self.latest[place] if place >= 0 else "no longer remembered"
 
 
 @dataclass
 class _Comparison:
-    """One that was started."""
+    """A comparison that was started."""
 
     # What is compared.
     launched: Launched
-    # This rank's numbers, of each of which the largest is asked for.
+    # This rank's numbers. The largest of each over the ranks is asked for.
     numbers: Sequence[int] = ()
-    # A row for each communicator: the largest `Launched.folded` among its ranks, the largest
-    # complement, which is that of the smallest, and the largest of each number.
+    # A row for each communicator. Among its ranks: the largest `Launched.folded`; the largest
+    # complement of that, which is the complement of the smallest; the largest of each number.
     table: torch.Tensor | None = None
-    # Waits for the table.
+    # Waits for the table and gives its rows; none without a table.
     read: Callable[[], list[list[int]]] = list
 
 
@@ -80,9 +80,9 @@ class LaunchComparison:
     """Compares the launches of a step between ranks.
 
     Args:
-        communicators: those of reductions, over each axis. One for each set of ranks is used. In
-            each, the ranks compare what was found in the one before, so that what is found in one
-            group of ranks is known in all that share weights with it.
+        communicators: those of reductions, over each axis. One for each set of ranks is used, one
+            after the other. In each, ranks compare the result of the one before. So a difference in
+            one group of ranks is known in all groups that share weights with it.
     """
 
     def __init__(self, runtime: Runtime, communicators: Iterable[Communicator]) -> None:
@@ -99,7 +99,7 @@ class LaunchComparison:
         self._last = _Comparison(self._launched)  # of the last step
 
     def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
-        """A collective of `kind`, which carries `groups`, is launched on `communicator`."""
+        """Notes that a collective of `kind`, which carries `groups`, is launched now."""
         communicator.carries = groups[0].name
         if communicator.size == 1:
             return
@@ -114,12 +114,11 @@ class LaunchComparison:
             self._launched.add(*known)
 
     def compare(self, numbers: Sequence[int] = ()) -> None:
-        """Behind the last reduction of a step: compares what was launched since the last time.
-        numbers: as many numbers on all ranks, of each of which `largest` gives the largest.
+        """Compares what was launched since the last time, behind the last reduction of a step.
+        numbers: equally many on all ranks; `largest` gives the largest of each.
 
-        Where the host does not wait for the device, the result is read a step later. A CUDA graph
-        takes no part: what is captured has been compared in the steps before, and replays launch
-        the same.
+        Where the host does not wait for the device, the result is read a step later. A captured
+        step is not compared: the same launches were compared in the steps before.
 
         Raises:
             RuntimeError: the launches differ; on all ranks that were compared, with one text.
@@ -138,12 +137,12 @@ class LaunchComparison:
             self._raise_found()
 
     def largest(self) -> Sequence[int]:
-        """The largest over the ranks of each number in the last comparison, once the device has
-        it."""
+        """The largest over the ranks of each number of the last comparison. The host waits."""
         rows = self._last.read()
         return rows[-1][2:] if rows else self._last.numbers
 
     def _compare(self, started: _Comparison, stage: int) -> list[Any]:
+        """Launches the comparison on communicator number `stage`; the first one makes the table."""
         table = started.table
         if table is None:
             table = self._first_row(started)
@@ -153,13 +152,13 @@ class LaunchComparison:
         return self._communicators[stage].all_reduce_max(table[stage])
 
     def _first_row(self, started: _Comparison) -> torch.Tensor:
-        """A table whose first row has what this rank gives."""
+        """A new table, whose first row has this rank's values."""
         numbers = started.numbers
         size = (len(self._communicators), 2 + len(numbers))
         table = torch.empty(size, dtype=torch.int64, device=self._runtime.device)
         folded = started.launched.folded - (1 << 63)  # as a signed number
         row = table[0]
-        # Arguments of kernels: nothing is copied from the host.
+        # `fill_` takes its value as an argument of a kernel: nothing is copied from the host.
         row[0].fill_(folded)
         row[1].fill_(~folded)
         if all(number == 1 for number in numbers):
@@ -179,7 +178,8 @@ class LaunchComparison:
         self._started = None
         found: str | None = None
         for communicator, row in zip(self._communicators, started.read(), strict=False):
-            if row[0] != ~row[1]:  # so on all of its ranks, which therefore come here together
+            # The largest is not the smallest. All ranks of a row see that, so all come here.
+            if row[0] != ~row[1]:
                 every = communicator.all_objects((found, started.launched))
                 texts = [text for text, _ in every.values() if text is not None]
                 launched = {rank: one for rank, (_, one) in every.items()}
@@ -189,12 +189,12 @@ class LaunchComparison:
 
 
 def _difference(every: Mapping[int, Launched]) -> str:
-    """Text of the first difference, and what to do about it."""
+    """The text of the error: the first difference, and what to do about it. every: by rank."""
     count = max(launched.count for launched in every.values())
     for index in range(count):
         texts: dict[str, list[int]] = {}
         for rank, launched in every.items():
-            texts.setdefault(launched.at(index), []).append(rank)
+            texts.setdefault(launched.text_of(index), []).append(rank)
         if len(texts) > 1:
             break
     lines = [

@@ -5,14 +5,14 @@ gathered weights. Outside it holds the sharded parameter, a DTensor over this ra
 main weights. Both objects are made once: optimizer groups, name caches and state dicts go by
 object identity.
 
-An unsharded parameter whose weights are not there raises when it is read; one whose weights go
-away again counts what is written to them. Without this a read of released storage is a segmentation
-fault on the CPU, an illegal memory access on CUDA, or, where the weights are kept but stale,
-silently the last step's values.
+An unsharded parameter raises when it is read while its weights are not there. Without this a read
+of released storage is a segmentation fault on the CPU and an illegal memory access on CUDA; where
+the weights are kept but stale, it silently gives the last step's values. If gathered weights are
+dropped later, writes to them are counted, so that a lost write is an error.
 
-The class of the parameter object is swapped instead of checking a flag at every use. A swap takes
-about 0.1 us. While the weights are present no function of Python's stands between the parameter and
-an operation.
+For this the class of the parameter object is swapped, and no flag is checked at every use. A swap
+takes about 0.1 us. While the weights are present no function of Python's stands between the
+parameter and an operation.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .partition import ManagedParam
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
     """A DTensor of item `index`'s global shape over this rank's rows `local`.
 
-    The mesh may end in an axis over which the model itself splits tensors: the global shape is
-    then that of the whole tensor, of which the group's layout has one part. Rows are split
-    unevenly and without communication: shape and stride are stated, so torch neither checks nor
-    infers them. `chunks` later gives the rows. `local` is aliased.
+    If the mesh ends in an axis over which the model itself splits tensors, the global shape is that
+    of the whole tensor. The group's layout has one part of it. Rows are split unevenly and without
+    communication: shape and stride are stated, so torch neither checks nor infers them. The result
+    aliases `local`; its `chunks`, which say which rows these are, are set later.
     """
     shape = group.layout.specs[index].layout_shape
     placements: list[Placement] = []
@@ -81,8 +81,8 @@ class ParamPair:
         return self.group.layout.specs[self.index]
 
     def attach_grad(self) -> None:
-        """One DTensor under both names that optimizers look at. A gradient that is there already,
-        of a loss that reads the sharded parameter, is part of it."""
+        """Sets the gradient under both names that optimizers look at. Adds to it a gradient that
+        the sharded parameter has already: a loss may have read that parameter."""
         given: Any = self.sharded.grad
         if given is not None and given is not self.grad:
             self.grad._local_tensor.add_(self.local_of(given))  # type: ignore[union-attr]
@@ -105,8 +105,7 @@ class ParamPair:
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
-    """Sharded parameters and gradients for every parameter of `groups`. The gradient buffers
-    may be released."""
+    """A pair for each parameter of `groups`, in order. The gradient buffers may be released."""
     pairs = []
     for group in groups:
         trainable = group.key.requires_grad
@@ -116,8 +115,8 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
             made = nn.Parameter(rows, requires_grad=trainable)
             sharded = managed.shown_as(made)
             if group.main_on_host:
-                # Gradients are on the device, and torch takes none of another device than its
-                # parameter: the DTensor still reports it.
+                # The DTensor was made over device memory, and goes on reporting that device: torch
+                # refuses a gradient on another device than its parameter's.
                 sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
             grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
             if grad is not None and grad.dtype != sharded.dtype:
@@ -141,9 +140,12 @@ class ParameterSwitch:
                 self._slots.append((params, name, managed.param, pair.sharded, fqn))
 
     def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
-        """Shows unsharded or sharded parameters; runs `before` first if that is a change.
-        RuntimeError, before anything is changed, if a slot does not hold what was put there: a
-        weight that was tied or rebuilt after sharding would be undone here in silence."""
+        """Shows unsharded or sharded parameters. Runs `before` first, if that is a change.
+
+        Raises:
+            RuntimeError: a slot does not hold what was put there. A weight that was tied or rebuilt
+                after sharding would be undone here in silence. Nothing is changed then.
+        """
         if unsharded is self.shows_unsharded:
             return
         for params, name, full, rows, fqn in self._slots:
@@ -194,9 +196,9 @@ METADATA_FUNCTIONS = _metadata_functions()
 class ReshardedParameter(nn.Parameter):
     """Class of an unsharded parameter while its unit's weights are resharded or stale.
 
-    Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
-    RuntimeError naming parameter, unit and phase, unless the parameter's `_fsdp_reach` has the
-    weights gathered, and returns True.
+    Metadata (shape, dtype, `.grad`, ...) can be read. Anything that would read data raises a
+    RuntimeError with the parameter's label. An attribute `_fsdp_reach` of the parameter can avoid
+    that: it has the weights gathered, and returns True.
     """
 
     _fsdp_resharded = True
@@ -216,7 +218,7 @@ class ReshardedParameter(nn.Parameter):
 
 
 def _assign_data(param: Any, value: torch.Tensor) -> None:
-    # A copy has no label, and is a parameter like any. Core's router assigns what is there.
+    # A copy of the parameter has no label, and is free. Megatron's router assigns the same memory.
     if hasattr(param, "_fsdp_label") and value.data_ptr() != param.data_ptr():
         raise RuntimeError(
             f"{_label(param)}.data was assigned, but the parameter is a view of a flat buffer, "
@@ -226,26 +228,27 @@ def _assign_data(param: Any, value: torch.Tensor) -> None:
 
 
 class PresentParameter(nn.Parameter):
-    """Class of an unsharded parameter while its weights are there. RuntimeError where `data` is
-    assigned.
-    """
+    """Class of an unsharded parameter while its weights are there, and are main weights.
+
+    An assignment of other memory to `data` raises RuntimeError."""
 
     data = property(torch.Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined,assignment]
 
 
 class GatheredParameter(nn.Parameter):
-    """Class of an unsharded parameter whose weights are dropped, or cast from main weights again,
-    afterwards.
+    """Class of an unsharded parameter while its weights are there, if what is written to them will
+    be lost: they are dropped, or cast from main weights again.
 
-    `_version` counts what is written to them. A tensor that torch gives as `data` has a count of
-    its own, so that `weight.data.clamp_()` would not be seen: this one shares the parameter's.
+    `_version` counts the writes. The tensor that torch gives as `data` has a count of its own, so
+    that `weight.data.clamp_()` would not be seen. The tensor given here shares the parameter's.
     """
 
     data = property(torch.Tensor.detach, _assign_data)  # type: ignore[assignment]
 
 
 def refuse_writes(labels: Sequence[str]) -> None:
-    """RuntimeError if there are any, of parameters whose gathered weights were written."""
+    """Raises RuntimeError if there are `labels`, of parameters whose gathered weights were
+    written."""
     if labels:
         raise RuntimeError(
             f"{', '.join(labels)}: gathered weights were written in a forward, or between a "
@@ -269,16 +272,16 @@ def _not_gathered(action: Any, param: Any) -> RuntimeError:
 
 
 _OF_THE_OBJECT = ("shape", "size", "dtype", "device", "is_cuda", "is_cpu")
-"""Names that classes of quantized tensors look up in their fields."""
+"""Properties that a class of quantized tensors would look up in its fields: here torch's own."""
 
 
 @functools.cache
 def resharded_class(original: type, fields: tuple[str, ...]) -> type:
-    """The class of a parameter of class `original`, whose values are in attributes `fields`, while
-    those are not there: reads of a field raise, and so do operations. A field can be assigned.
+    """The class of a parameter of class `original` while the values in its attributes `fields` are
+    not there. Reading a field raises, and so do operations. Assigning a field works.
 
-    A class for each original one, whose layout in memory it must have to be swapped with it. The
-    fields are in the object's own dictionary, which these properties hide: nothing is moved.
+    Each original class needs its own: classes are swapped only if objects have the same layout in
+    memory. The fields stay in the object's dictionary, where properties of this class hide them.
     """
     members: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in _OF_THE_OBJECT}
     for name in fields:
@@ -304,7 +307,6 @@ def _refused(name: str) -> property:
 
 
 def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
-    """Gives each parameter the class beside it: a guarding class makes reads raise, the parameter's
-    own class undoes that."""
+    """Gives each parameter the class beside it: one that makes reads raise, or its own again."""
     for param, kind in classes:
         param.__class__ = kind

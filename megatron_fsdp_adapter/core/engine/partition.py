@@ -2,9 +2,9 @@
 
 A *unit* is what is gathered and reduced together: one transformer layer, the embedding, the output
 layer. Every parameter belongs to the unit module nearest above it; what lies outside all unit
-modules belongs to the root unit, which is always there and always last in order. A parameter
-that has several places, as does one of a module that has, belongs to the unit that is innermost
-around all of them, else to the root.
+modules belongs to the root unit, which is always there and always last in order. A parameter, or
+the module that has it, may have several places. If the unit module nearest above each place is the
+same, the parameter belongs to that unit, and else to the root.
 
 Within a unit, parameters that share domain, dtype and `requires_grad` form a *group*: one flat
 buffer, one launch.
@@ -37,16 +37,19 @@ Location = tuple[nn.Module, str]
 
 
 def unchecked() -> AbstractContextManager[Any]:
-    """Inside, resharded parameters are not checked. For loops over `.grad`, in every backward: a
-    check costs microseconds a parameter, although it passes."""
+    """A context in which resharded parameters are not checked. For loops over `.grad` in every
+    backward: a check costs microseconds a parameter, although it passes."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The properties that all parameters of a group share. dtype: of the compute weights, nominal
-    where they are quantized. quantized: their format; None if that is `dtype`. given: the dtype
-    that the module had, where it is to compute in another; None if it is `dtype`."""
+    """The properties that all parameters of a group share.
+
+    dtype: of the compute weights, nominal where they are quantized.
+    quantized: the format of quantized compute weights; None for others.
+    given: the dtype of the module's parameters, if `dtype` is another one; else None.
+    """
 
     domain: str
     dtype: torch.dtype
@@ -66,16 +69,19 @@ class GroupKey:
 
     @property
     def represented(self) -> str:
-        """The representation in words: the dtype, or the format of quantized weights."""
+        """The representation in words: the dtype, and the format of quantized weights."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.quantized is None else f"{dtype} as {self.quantized.name}"
 
 
 @dataclass(frozen=True)
 class ManagedParam:
-    """One parameter, deduplicated: where it is held, and under which names. `split` is the dim
-    along which the model itself split the whole tensor over the last axis of its mesh; None if it
-    is whole, or if there is no such axis. `writer`: how its gradient is written."""
+    """One parameter, with all the places that hold it (`slots`) and its names there.
+
+    split: the dim along which the model itself split the whole tensor over the last axis of its
+        mesh; None if it is whole, or if there is no such axis.
+    writer: how its gradient is written.
+    """
 
     param: nn.Parameter
     fqns: tuple[str, ...]
@@ -85,22 +91,24 @@ class ManagedParam:
 
     @property
     def has_grads_of_its_dtype(self) -> bool:
-        """True if autograd leaves `.grad` in the parameter's dtype: torch lets one ask for another
-        (`grad_dtype`)."""
+        """True if autograd leaves `.grad` in the parameter's dtype. Its `grad_dtype` can ask for
+        another one."""
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
     def shown_as(self, made: nn.Parameter) -> nn.Parameter:
-        """`made`, or the parameter that was shown in its place before it had memory, which becomes
-        what `made` is: an optimizer may have it already."""
+        """The parameter to show for `made`.
+
+        One may have been shown before there was memory, and an optimizer may have it already. That
+        one is returned, and becomes what `made` is. Otherwise `made` is returned."""
         shown: nn.Parameter = vars(self.param).pop("_fsdp_shown", made)
         if shown is not made:
             torch.utils.swap_tensors(shown, made)
         return shown
 
     def spec(self, index: int, key: GroupKey) -> ParamSpec:
-        """The layout planner's description of this parameter in the group of this key. Shards are
-        cut between rows of dim 0, or granules of a quantized format."""
+        """The layout planner's description of this parameter, as number `index` of the group of
+        `key`. Shards are cut between rows of dim 0, or granules of a quantized format."""
         shape = tuple(self.param.shape)
         by_autograd = self.writer is WgradProtocol.AUTOGRAD
         return ParamSpec(
@@ -119,12 +127,13 @@ class ManagedParam:
 class UnitPlan:
     """The parameters of one unit by group, in module order.
 
-    `module` is None for the root unit; `more`: further modules, which run after it, of
-    a unit that was joined of several. `backward_reads_weights` is False for units whose
-    backward needs no weights (an embedding look-up), which are not gathered in backward.
-    `inside`: of how many other units, the root aside, its module is a part. `strategy`: the unit's
-    own, where that keeps more than the engine's. `layouts`: of its groups, once they are planned
-    (`group.laid_out`).
+    module: None for the root unit.
+    more: further modules, which run after `module`, if the unit was joined of several.
+    backward_reads_weights: False for units whose backward needs no weights (an embedding look-up).
+        Those are not gathered in backward.
+    inside: of how many other units, the root aside, its module is a part.
+    strategy: the unit's own, if that keeps more than the engine's.
+    layouts: of its groups, once they are planned (`group.laid_out`).
     """
 
     name: str
@@ -171,9 +180,11 @@ def unit_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dic
 
 
 def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool:
-    """True if backward reads no weight of `unit`: it and the modules in it are of exactly these
-    `classes`, which look rows up in a `weight`, and nothing was added to them. A subclass, a
-    parametrization or a hook may compute with the weight."""
+    """True if backward reads no weight of `unit`.
+
+    So it is if the unit and all modules in it are of exactly these `classes`, which look rows up in
+    a `weight`, and nothing was added to them. A subclass, a parametrization or a hook may compute
+    with the weight."""
     for child in unit.modules():
         if type(child) not in classes or set(child._parameters) - {"weight"}:
             return False
@@ -184,8 +195,7 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
 
 
 def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, set[str]]:
-    """The innermost units around the places of each module, by its id; ROOT for a place where there
-    is none."""
+    """The innermost units around each module's places, by its id; ROOT for a place in no unit."""
     names = {id(unit): name for name, unit in units.items()}
     found: dict[int, set[str]] = defaultdict(set)
     pending = [(module, ROOT)]
@@ -199,7 +209,8 @@ def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int
 
 
 def _owner(managed: ManagedParam, around: Mapping[int, set[str]]) -> str:
-    """The one unit around all places of the parameter, else ROOT. around: `_units_around`."""
+    """The name of the unit that is innermost around all places of the parameter; ROOT if those
+    differ. around: of `_units_around`."""
     owners: set[str] = set()
     for holder, _ in managed.slots:
         owners |= around[id(holder)]
@@ -225,10 +236,10 @@ def partition(
         units: name and module of each unit, as from `unit_modules`.
         domain_of: the domain of a parameter, from the parameter and its first name.
         backward_reads_weights: whether a unit module's backward reads its weights.
-        split_of: `ManagedParam.split` of a parameter, likewise.
+        split_of: `ManagedParam.split` of a parameter, from the same.
         writer_of: `ManagedParam.writer` of a parameter.
         manages: whether a parameter is to be sharded at all; others stay as they are.
-        format_of: how a parameter is represented; None in its own dtype.
+        format_of: the format of a quantized parameter; None for others.
         compute_dtype_of: by the name of a unit, the dtype of the compute weights of its
             floating-point parameters that are not quantized; None for each parameter's own.
 
@@ -268,8 +279,8 @@ def partition(
 
 
 def _check_format(format: WeightFormat, managed: ManagedParam) -> None:
-    """ValueError if the parameter cannot be represented in `format`; a warning if it can, but not
-    be cut."""
+    """Raises ValueError if the parameter cannot be represented in `format`. Warns if it can, but
+    cannot be sharded."""
     name = managed.fqns[0]
     shape = tuple(managed.param.shape)
     try:

@@ -2,8 +2,9 @@
 
 A quantized parameter is a tensor whose nominal shape and dtype are those of the weight, and whose
 values are in fields: one tensor for each plane of its `WeightFormat`, in the plane's shape, and
-scales that every rank has. The engine points the fields at views of its flat buffers once, keeps
-and gathers bytes, and reports when they are read and when they are old. It never looks inside.
+scales that every rank has. The engine points the fields at views of its flat buffers once. It keeps
+and gathers their bytes, and reports when those are read and when they are old. It never looks
+inside.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import nn
 
 
 class QuantizedWeights(Protocol):
-    """The quantized weights of one engine. `param` is always one of them, and not guarded unless
-    stated.
+    """The quantized weights of one engine. `param` is always one of them. It is not guarded
+    (`guard_class`) unless that is stated.
 
     Attributes:
         at_once: whether changed weights are quantized at once and not when they are needed.
@@ -31,40 +32,42 @@ class QuantizedWeights(Protocol):
     # Construction.
 
     def share(self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Gives all ranks of a domain the first rank's fields, with `broadcast`; returns what main
-        weights begin as, in the weight's shape."""
+        """Gives all ranks of a domain the first rank's fields, by `broadcast`. Returns the first
+        main weight, in the weight's shape."""
 
     def move(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
-        """Moves the planes into `views`, one for each by name, which are their fields for life."""
+        """Moves the planes into `views`, by name of plane. These are the fields for life."""
 
     def guard_class(self, original: type) -> type:
         """The class of a parameter of class `original` while its planes are not there: a subclass
         that refuses to read fields, by `params.resharded_class`."""
 
     def made(self, groups: Any, gather: Any) -> QuantizedWeights | None:
-        """All units are built: the engine's groups, and its `GatherPipeline`. Sets `write_planes`
-        of groups whose planes are written at every gather. Returns itself, and None if none of the
-        groups is quantized."""
+        """This library, or None if no group is quantized. Called when all units are built.
+
+        Sets `write_planes` of groups whose planes are written at every gather. groups: all of the
+        engine's; gather: its `GatherPipeline`."""
 
     # Weights come and go.
 
     def prepare(self, param: nn.Parameter) -> None:
-        """The planes are there, and a pass reads them next. Nothing that only backward reads should
-        be derived in a forward."""
+        """Prepares the planes, which are there, for a pass that reads them next. In a forward,
+        nothing should be derived that only backward reads."""
 
     def drop_derived(self, param: nn.Parameter) -> None:
-        """Forgets what was derived from planes (transposes): they change, or are given back.
-        `param` may be guarded: fields can be assigned, not read."""
+        """Forgets what was derived from planes (transposes): these change, or are given back.
+        `param` may be guarded: its fields can be assigned and not read."""
 
     # Main weights change.
 
     def changed(self, loaded: bool, needed: bool) -> None:
-        """Main weights were written; with `loaded` also those of frozen parameters. needed: raw
-        parameters are shown, as they are computed with."""
+        """Notes that main weights were written. loaded: also those of frozen parameters. needed:
+        modules show unsharded parameters, so that quantized weights may be read at once."""
 
     def is_pending(self, trained: bool) -> bool:
-        """True if something has changed that is not made up for."""
+        """True if main weights have changed, or may have, and `catch_up` has not run since.
+        trained: asks about weights that are trained, and otherwise about frozen ones."""
 
     def catch_up(self) -> None:
-        """Quantizes what has changed. On the compute stream, behind all gathers of the old bytes;
-        later gathers have to follow it. Collective."""
+        """Quantizes what has changed. Collective. Runs on the compute stream, behind all gathers of
+        the old bytes. Later gathers have to follow it."""

@@ -20,10 +20,10 @@ class Scaled(enum.Enum):
 
     # What is communicated.
     SENT = "sent"
-    # What comes out, where that has more bits than the main gradients, so that scaling adds no
-    # rounding. Like `MAIN` in the addition, if it is added to main gradients.
+    # What comes out of the reduction. It has more bits than the main gradients, so scaling adds no
+    # rounding. Where it is added to main gradients, the addition scales it, as for `MAIN`.
     RESULT = "result"
-    # The main gradients that received it.
+    # The main gradients that received the result.
     MAIN = "main"
 
 
@@ -37,8 +37,8 @@ class DomainReduce:
     communicator: Communicator
     # The collective.
     way: Reduce
-    # Whether a reduction whose main gradients hold nothing yet ends in them: there is nothing to
-    # copy.
+    # Whether a reduction may write into the main gradients, if those hold nothing yet, and so needs
+    # no copy.
     writes_main: bool = False
     # The factor on the sum of the ranks' gradients.
     scale: float = 1.0
@@ -53,13 +53,13 @@ class DomainReduce:
 
     @property
     def after(self) -> float:
-        """The factor on what came out of the reduction."""
+        """The factor to apply after the reduction, at whatever place."""
         return 1.0 if self.scaled is Scaled.SENT else self.scale
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The part of `group` in a launch; one for each of a group's launches with the same buffers."""
+    """The part of `group` in a launch. All launches with the same buffers share one of these."""
 
     # Whose gradients these are.
     group: ParamGroup
@@ -91,9 +91,11 @@ class Reduction:
         return self.results
 
     def receive(self, segment: torch.Tensor) -> torch.Tensor:
-        """Memory for the pieces that other ranks send of a segment, of the segment's kind: NCCL
-        hangs if one end of an exchange is registered and the other, of gradients that are kept, is
-        not. Collectives that no stream orders may overlap, and so share no memory."""
+        """Memory for the pieces of `segment` that other ranks send.
+
+        It is fixed memory only if the segment is in a slot too: NCCL hangs if one end of an
+        exchange is registered and the other is not. If the host waits for collectives, several may
+        run at once, so they share no memory."""
         received = self.reduce.received
         if received is None or not self.in_slot or received.runtime.host_waits:
             return torch.empty_like(segment)
@@ -101,20 +103,20 @@ class Reduction:
         return received.tensor[: segment.nbytes].view(segment.dtype)
 
     def scale_segments(self) -> None:
-        """Before the reduction."""
+        """Scales what is communicated, if that is to be scaled. Must run before the reduction."""
         scale_each(self.segments, self.reduce.factor(Scaled.SENT))
 
     def finish(self) -> None:
-        """After the reduction: scales what came out and puts it into the main gradients, or adds it
-        to what they hold."""
+        """Scales what came out of the reduction, and puts it into the main gradients or adds it to
+        them. Runs after the reduction."""
         reduce = self.reduce
-        if reduce.way.into_shards:
+        if reduce.way.into_shards:  # which has done all that
             return
         group = self.group
         if group.reduced_hook is not None and group.domain.outer is None:
             scale_each(self.outputs, reduce.after)
             self.run_hook()
-            reduce = replace(reduce, scale=1.0)
+            reduce = replace(reduce, scale=1.0)  # the hook needs the mean, so it was scaled before
         if self.adds:
             for main, result in zip(group.grad_segments, self.results, strict=True):
                 main.add_(result, alpha=reduce.after)
@@ -125,13 +127,13 @@ class Reduction:
         scale_each(group.grad_segments, reduce.factor(Scaled.MAIN))
 
     def run_hook(self) -> None:
-        """Gives what came out to the group's hook."""
+        """Calls the group's hook with what came out. There must be a hook."""
         for output in self.outputs:
             self.group.reduced_hook(output)  # type: ignore[misc]
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """One kernel each: see `copies_to`."""
+    """Multiplies each tensor by `scale`, by a kernel each: see `copies_to`."""
     if scale != 1.0:
         for tensor in tensors:
             tensor.mul_(scale)

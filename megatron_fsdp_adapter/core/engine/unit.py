@@ -120,6 +120,7 @@ class Unit:
     def find_direct(self) -> None:
         """Looks again which groups have gradients that modules write into the bucket directly:
         CUDA graphs of layers change that after construction."""
+        # Groups with gradients that modules write into the bucket by themselves.
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
 
     def _count_kept_grads(self) -> None:

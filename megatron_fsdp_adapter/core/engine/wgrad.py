@@ -11,17 +11,18 @@ gradient on. Three protocols are spoken:
                        of a bucket needs no zeroes.
     OVERWRITES_EARLY   reads `param.overwrite_main_grad`, and takes `param.get_main_grad`, in
                        forward, when it is not known yet which write will be the first. In a fresh
-                       bucket each of them overwrites. In one that is kept over microbatches those
-                       of the first forward do; others add, to zeroes if they come first. What an
-                       overwriting module finds in the bucket is put aside.
+                       bucket each write overwrites. In a bucket that is kept over microbatches
+                       those of the first forward overwrite. Others add, to zeroes if they come
+                       first. What an overwriting module finds in the bucket is put aside, and added
+                       at the end.
     ACCUMULATES        adds to `param.main_grad`, which must hold zeroes first.
 
 OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
-saved for backward. Where hooks are on saved tensors (`hooks.py`), torch returns another
-tensor, without attributes, and the module adds: then this is ACCUMULATES.
+saved for backward. Where there are hooks on saved tensors (`hooks.py`), torch returns another
+tensor, without attributes, and the module adds: OVERWRITES_UNHOOKED is ACCUMULATES then.
 
-None returns a gradient to autograd: `grad_added_to_main_grad`, which would make modules return a
-placeholder the size of the weight, is left unset, since nothing here waits for autograd.
+No protocol returns a gradient to autograd. `grad_added_to_main_grad` is left unset: it would make
+modules return a placeholder the size of the weight, and nothing here waits for autograd.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class FusedWgrad:
     """The directly written gradients of one flat buffer.
 
     Args:
-        params: unsharded parameters. writers: how each one's gradient is written. views: where,
-        full-size views of the bucket. label: names the buffer in errors.
+        params: unsharded parameters.
+        writers: how each one's gradient is written.
+        views: each one's part of the bucket, in full size.
+        label: names the buffer in errors.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class FusedWgrad:
         # Whether hooks were on what autograd saved in some forward; for good, as a backward may be
         # that of several forwards.
         self.hooked = False
-        # What modules that decide in forward do now.
+        # Whether modules that decide in forward overwrite now. False so that `expect(True)` below
+        # is a change.
         self._overwrites = False
         # The parameters whose part of the bucket holds a gradient, or zeroes to add to.
         self.written: set[int] = set()
@@ -81,17 +85,17 @@ class FusedWgrad:
         of: dict[WgradProtocol, list[int]] = {protocol: [] for protocol in WgradProtocol}
         for index, writer in enumerate(writers):
             of[writer].append(index)
-        # Parameters whose modules add to what is there.
+        # Indices of the parameters whose modules add to what is there.
         self._adding = of[WgradProtocol.ACCUMULATES]
-        # And all whose modules do where there are hooks.
+        # Of those whose modules add if there are hooks on saved tensors.
         self._adding_hooked = [*self._adding, *of[WgradProtocol.OVERWRITES_UNHOOKED]]
-        # Parameters whose modules decide in forward.
+        # Of those whose modules decide in forward.
         self._early = of[WgradProtocol.OVERWRITES_EARLY]
         ref = weakref.ref(self)
-        # Their `get_main_grad` where they add. Made once: thousands of them a step would make
+        # `get_main_grad` of `_early` where they add. Made once: thousands of them a step would make
         # Python collect garbage more often.
         self._to_add = {i: functools.partial(_write, ref, i, False) for i in self._early}
-        # And where they overwrite.
+        # The same where they overwrite.
         self._to_overwrite = {i: functools.partial(_write, ref, i, True) for i in self._early}
         for index, (param, writer) in enumerate(zip(self._params, writers, strict=True)):
             if writer is not WgradProtocol.AUTOGRAD:
@@ -102,7 +106,7 @@ class FusedWgrad:
         self.expect(True)
 
     def expect(self, overwrites: bool) -> None:
-        """Has modules that decide in forward overwrite what is there, from now on, or add to it."""
+        """From now on, modules that decide in forward overwrite what is there, or add to it."""
         if overwrites is self._overwrites:
             return
         self._overwrites = overwrites
@@ -112,8 +116,8 @@ class FusedWgrad:
             self._params[index].get_main_grad = decided[index]
 
     def open(self, empty: bool) -> None:
-        """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
-        else all that is written is added to them."""
+        """Lets modules write: the unit's backward begins. The bucket must have storage. empty: it
+        holds no gradients yet. Otherwise all that is written is added to what it holds."""
         if self.is_open:
             return
         self.is_open = True
@@ -123,7 +127,8 @@ class FusedWgrad:
             torch._foreach_zero_([self._views[index] for index in adding])
 
     def close(self) -> set[int]:
-        """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
+        """Ends the writing: backward is over. Returns the indices of parameters whose part of the
+        bucket holds a gradient, or zeroes."""
         written = self.written
         self.written = set()
         self.is_open = False
@@ -137,9 +142,11 @@ class FusedWgrad:
         self._aside = []
 
     def write(self, index: int, overwrites: bool | None = None) -> torch.Tensor:
-        """Called by a module that is about to write the gradient of parameter `index`.
+        """The part of the bucket for the gradient of parameter `index`, which a module is about to
+        write. Prepares it for that.
 
-        overwrites: whether it will overwrite what is there, if it has decided that in forward.
+        overwrites: whether the module will overwrite what is there. None: it decides that next, by
+            `overwrite_main_grad`.
         """
         if not self.is_open:
             raise RuntimeError(
@@ -161,7 +168,7 @@ class FusedWgrad:
 def _write(
     grads: Callable[[], FusedWgrad | None], index: int, overwrites: bool | None = None
 ) -> torch.Tensor:
-    """`get_main_grad` of one parameter. It holds the buffer weakly, or the two would be a cycle."""
+    """`get_main_grad` of one parameter. grads: a weak reference, or there would be a cycle."""
     alive = grads()
     if alive is None:
         raise RuntimeError("main_grad of a parameter whose wrapper has been deleted")
