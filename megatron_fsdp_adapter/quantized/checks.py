@@ -15,7 +15,7 @@ DTYPE = "kFloat8E4M3"
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     BLOCK128.name: {"w_block_scaling_dim": (2,)},
-    # Backward would read rows, which was not run.
+    # With other values backward would read rows, which was not run.
     MXFP8.name: {"enable_2d_quantization": (False,), "backward_override": (None,)},
 }
 """Format -> values that options of a recipe may have, where it has them."""
@@ -41,7 +41,7 @@ def check_recipe(recipe: Any, format: WeightFormat, where: str) -> None:
 
 
 def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> None:
-    """NotImplementedError for a weight that was made otherwise than main weights are cast."""
+    """NotImplementedError for a weight whose bytes are not such as casts of main weights make."""
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
     for setting, (wanted, remedy) in SETTINGS.get(format.name, {}).items():
         value = getattr(quantizer, setting, wanted)

@@ -1,5 +1,5 @@
 """Makes what Transformer Engine's tensors have and gathered planes do not: scales padded to the
-shape that its GEMMs take, and columns of weights that were made without."""
+shape that its GEMMs take, and columns of weights that were made without columns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def padded(scales: torch.Tensor, multiples: tuple[int, int]) -> torch.Tensor:
 
 
 def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes (M, K) and scales (M / 32, K) along the columns of an MXFP8 weight, of the value (M, K)
-    that it was made from; on the device of `like`. They do not follow from its rows."""
+    """Bytes (M, K) and scales (M / 32, K) along the columns of an MXFP8 weight, on the device of
+    `like`. They cannot be made of its rows, so `value` (M, K) is what it was quantized from."""
     main = value.detach().to(like.device).reshape(-1)
     numel = main.numel()
     row_bytes = main.new_empty(numel, dtype=torch.uint8)

@@ -1,8 +1,9 @@
-"""Casts to E4M3 bytes of the rows that this rank holds of many weights.
+"""Casts the rows that this rank holds of many weights to E4M3 bytes.
 
-Every pass over all weights is one launch on CUDA (Triton), and nothing waits for the device: what
-a pass needs of each weight lies in a table on the device, amaxes and scales never leave it. Without
-Triton, and on the host, torch does the same weight by weight, to the same bits.
+Every pass over all weights is one launch on CUDA (Triton), or two where blocks are cut. Nothing
+waits for the device: what a pass needs of each weight is in a table on the device, and amaxes and
+scales stay there. Without Triton, and on the host, torch does the same weight by weight, to the
+same bits.
 
 The arithmetic is Transformer Engine's for main weights, bit for bit: an element is rounded to the
 weight's nominal dtype first, NaN does not count for an amax, a scale is 448 / amax rounded once (1
@@ -37,9 +38,9 @@ class LocalRows:
     start: int
     # (n,) main weights, float32 or 16 bits, contiguous; n may be 0.
     main: torch.Tensor
-    # uint8, flat and contiguous: (n,) bytes, what they become. Of MXFP8, of which a shard has whole
-    # groups, also the (n,) bytes of scales along columns, and exponents, of (rows, k / 32) and of
-    # (rows / 32, k).
+    # Written by the cast; uint8, flat and contiguous. First (n,) bytes. MXFP8, of which a shard has
+    # whole groups, has three more: the (n,) bytes along columns, and the exponents of
+    # (rows, k / 32) groups along rows and of (rows / 32, k) along columns.
     planes: tuple[torch.Tensor, ...]
 
     @property
@@ -52,7 +53,8 @@ class LocalRows:
 
     @property
     def rows(self) -> range:
-        """The rows of the matrix; ValueError if it is none, or the elements are not whole rows."""
+        """The rows of the matrix that are here. ValueError if the weight is no matrix, or the
+        elements are not whole rows."""
         columns = self.shape[-1]
         numel = self.numel
         if len(self.shape) != 2 or self.start % columns or numel % columns:
@@ -63,19 +65,18 @@ class LocalRows:
 
     @property
     def blocks_across(self) -> int:
-        """Number of blocks beside each other in the matrix."""
+        """Number of blocks side by side in the matrix."""
         return -(-self.shape[1] // BLOCK)
 
     @property
     def bands(self) -> slice:
-        """The rows of blocks of the matrix that these rows are in."""
+        """The rows of blocks that have some of these rows."""
         rows = self.rows
         return slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
 
 
 def scales_shape(shape: Shape) -> tuple[int, int]:
-    """The shape of the scales of blocks of a matrix: rows, and columns padded to a multiple of
-    4."""
+    """The shape of the scales of a matrix's blocks: columns are padded to a multiple of 4."""
     rows = -(-shape[0] // BLOCK)
     columns = -(-shape[1] // BLOCK)
     return rows, -(-columns // 4) * 4
@@ -88,8 +89,10 @@ def write_scales(
     powers_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Writes the scale of each amax (n) and its inverse, all float32. `powers_of_two` rounds scales
-    down to one; an amax below `epsilon` counts as that."""
+    """Writes the scale of each amax, and its inverse; all are float32 of shape (n,).
+
+    powers_of_two: rounds each scale down to a power of two. epsilon: the least amax; a smaller one
+    counts as this."""
     kernels = kernels_for(amaxes.device)
     if kernels is not None:
         kernels.scales(amaxes, scales, inverses, powers_of_two, epsilon)
@@ -112,8 +115,8 @@ NO_ROWS: Mapping[int, LocalRows] = MappingProxyType({})
 class Cast:
     """The rows of many weights, with the table that kernels read, made when it is first needed.
 
-    Of planes that come and go (`only`) the table has offsets in their storages, and a kernel
-    gets where those begin when it runs: a new table would have to go to the device.
+    If planes come and go (`only`), the table has their offsets in their storages. A kernel is given
+    the beginnings of the storages when it runs. So no new table has to go to the device.
     """
 
     def __init__(self, rows: Sequence[LocalRows], rounded: torch.dtype) -> None:
@@ -133,9 +136,10 @@ class Cast:
     def only(
         self: CastKind, chosen: Container[int], moves: bool, rows: Mapping[int, LocalRows] = NO_ROWS
     ) -> CastKind:
-        """The cast of those whose numbers are `chosen`, with the same places of their scales.
-        moves: planes are not always there; of those that are cast together each kind is in one
-        storage. rows: what stands in the place of rows with these numbers."""
+        """A cast of the weights whose numbers are `chosen`. Their scales keep their places.
+
+        moves: planes come and go. Those of one kind that are cast together are in one storage then.
+        rows: by number, rows that replace those of this cast."""
         made = copy.copy(self)
         made.rows = tuple(rows.get(index, own) for index, own in enumerate(self.rows))
         made.held = [index for index in self.held if index in chosen]
@@ -145,15 +149,15 @@ class Cast:
         return made
 
     def bases(self) -> list[int]:
-        """Offsets to each plane's addresses in the table."""
+        """For each plane, the number that kernels add to its addresses in the table."""
         planes = self.rows[self.held[0]].planes
         if not self._moves:
             return [0] * len(planes)
         return [plane.untyped_storage().data_ptr() for plane in planes]
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
-        """Numbers that kernels must know of a weight, sizes last, and how many programs it
-        takes."""
+        """The numbers of a weight in its line of the table, of which the last one must be a
+        multiple of `HINT` to be aligned; and the number of programs that it takes."""
         own = self.rows[index]
         return [index, own.numel], -(-own.numel // CHUNK)
 
@@ -163,7 +167,7 @@ class Cast:
         return kernels_for(self.rows[self.held[0]].main.device)
 
     def table(self) -> CastTable:
-        """Made again when memory has moved."""
+        """The table of the present addresses; made again when memory has moved."""
         addresses: list[int] = []
         for index in self.held:
             addresses += self._places(self.rows[index])
@@ -173,20 +177,20 @@ class Cast:
         return self._table
 
     def _places(self, own: LocalRows) -> list[int]:
-        """The beginnings of its tensors: addresses, or, of planes that come and go, offsets."""
+        """The addresses of its tensors; for planes that come and go, offsets in their storages."""
         if self._moves:
             return [own.main.data_ptr(), *(int(plane.storage_offset()) for plane in own.planes)]
         return [tensor.data_ptr() for tensor in own.tensors]
 
     def _make_table(self, addresses: list[int]) -> CastTable:
         main = self.rows[self.held[0]].main
-        each = len(addresses) // len(self.held)
+        per_weight = len(addresses) // len(self.held)
         lines = []
         counts = []
         aligned = True
         for place, index in enumerate(self.held):
             numbers, count = self._numbers(index)
-            where = addresses[place * each : (place + 1) * each]
+            where = addresses[place * per_weight : (place + 1) * per_weight]
             lines.append(numbers + where)
             counts.append(count)
             main_at, first_plane_at = where[:2]
@@ -222,7 +226,8 @@ class TensorCast(Cast):
         self._run(None, amaxes)
 
     def finish(self, scales: torch.Tensor, amaxes: torch.Tensor | None = None) -> None:
-        """Writes all bytes; raises `amaxes` in the same pass, for scales that do not come of it."""
+        """Writes all bytes. `amaxes`, if given, are raised in the same pass: for scales that were
+        made of earlier amaxes."""
         self._run(scales, amaxes)
 
     def _run(self, scales: torch.Tensor | None, amaxes: torch.Tensor | None) -> None:
@@ -240,13 +245,13 @@ class TensorCast(Cast):
 
 
 class BlockCast(Cast):
-    """One scale for each block of 128 rows and columns. scales and amaxes are flat float32: those
+    """One scale for each block of 128 rows and columns. Scales and amaxes are flat float32: those
     of one weight after the other, each of `scales_shape`. Shards may be cut at any row.
 
-    Two passes, with the maxima over ranks between them. The first one writes amaxes, and on CUDA
-    the bytes of blocks that this rank has all of: their scales need no other rank. Most blocks are
-    of that kind, and main weights are read once for them. Not of planes that come and go: their
-    bytes are written by the second pass."""
+    There are two passes, and maxima over ranks are taken between them. The first pass writes
+    amaxes. On CUDA it also writes the bytes of blocks that this rank has all of, whose scales need
+    no other rank: most blocks are such, and main weights are read once for them. The second pass
+    writes the other bytes, and all bytes of planes that come and go."""
 
     def __init__(
         self,
@@ -289,19 +294,19 @@ class BlockCast(Cast):
             rows = own.rows
             numbers.append([rows.start, rows.stop, own.blocks_across, own.shape[0]])
         line, within = table.work.cpu().long().unbind(1)
-        start, stop, across, last = torch.tensor(numbers)[line].unbind(1)
+        start, stop, across, height = torch.tensor(numbers)[line].unbind(1)
         top = (start // BLOCK + within // across) * BLOCK
-        bottom = torch.minimum(top + BLOCK, last)
+        bottom = torch.minimum(top + BLOCK, height)
         whole = (top >= start) & (bottom <= stop)
         if self._moves:
-            whole.zero_()
+            whole.zero_()  # the first pass writes no bytes of planes that may be gone
         order = torch.cat([whole.nonzero(), (~whole).nonzero()]).view(-1)
         work = table.work[order.to(table.work.device)]
         return replace(table, work=work, whole=int(whole.sum()))
 
     def begin(self, amaxes: torch.Tensor) -> None:
-        """Sets the amax of each block that this rank has a part of to that of the part. Others
-        stay."""
+        """Sets the amaxes of blocks that this rank has a part of, each to the amax of the part. The
+        other ones stay."""
         kernels = self._kernels()
         if kernels is not None:
             kernels.begin_blocks(self.table(), amaxes, self.powers_of_two, self.epsilon)
@@ -316,8 +321,8 @@ class BlockCast(Cast):
             part.view(-1).scatter_reduce_(0, places.view(-1), sizes_of(values), "amax")
 
     def finish(self, scales: torch.Tensor) -> None:
-        """Writes the bytes that are left. scales: of the amaxes of all ranks, by `write_scales`
-        with the same options."""
+        """Writes the bytes that `begin` has not written. scales: made by `write_scales`, with this
+        cast's options, of the maxima over ranks."""
         kernels = self._kernels()
         if kernels is not None:
             kernels.finish_blocks(self.table(), self.bases(), scales)
@@ -331,7 +336,7 @@ class BlockCast(Cast):
 
     @staticmethod
     def _blocks(own: LocalRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The column of its block for each column, and the row of its block for each row."""
+        """For each column the column of its block, and for each row here the row of its block."""
         rows = own.rows
         device = own.main.device
         across = torch.arange(own.shape[1], device=device) // BLOCK
@@ -340,16 +345,16 @@ class BlockCast(Cast):
 
 
 class MxCast(Cast):
-    """MXFP8, as a `Quantizer`: scales are powers of two, of 32 neighbors, so that a shard's are its
-    own."""
+    """MXFP8, as a `Quantizer`. Its scales are powers of two, one for 32 neighbors. A shard has
+    whole groups of them, so no other rank has to agree."""
 
     amax_numel = 0
 
     def bind(self, amaxes: torch.Tensor) -> None:
-        """There are none."""
+        """Does nothing: there are no maxima."""
 
     def begin(self) -> None:
-        """Nothing is to be agreed upon."""
+        """Does nothing: no maxima are agreed upon."""
 
     def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
         raise AssertionError("MXFP8 planes are kept")
@@ -360,7 +365,7 @@ class MxCast(Cast):
         return [own.shape[1]], groups * own.blocks_across
 
     def finish(self) -> None:
-        """Writes bytes and scales, both ways."""
+        """Writes bytes and scales, along rows and along columns."""
         kernels = self._kernels()
         if kernels is not None:
             kernels.groups(self.table())
@@ -403,13 +408,14 @@ def _exponents(amaxes: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int32)
     exponent = bits >> 23
     fraction = bits & 0x7FFFFF
-    is_zero = (exponent == 0) & (fraction <= 0x400000)  # rounded
-    up = (fraction > 0) & (exponent != 0xFE) & ~is_zero
+    is_least = (exponent == 0) & (fraction <= 0x400000)  # up to 2**-127, which exponent 0 is
+    up = (fraction > 0) & (exponent != 0xFE) & ~is_least
     return (exponent + up).clamp_max_(0xFE).to(torch.uint8)
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """The inverse, in float32, of E8M0 exponents."""
+    """The inverses, in float32, of the powers of two that E8M0 exponents stand for. The one of 0xFE
+    is subnormal."""
     bits = (0xFE - exponents.to(torch.int32)) << 23
     return bits.masked_fill_(exponents == 0xFE, 0x400000).view(torch.float32)
 

@@ -44,11 +44,11 @@ class TensorKind:
     format: WeightFormat
     # The field of each plane.
     planes: Mapping[str, str]
-    # Fields that every rank has.
+    # Fields beside the planes, of which every rank has all.
     scales: tuple[str, ...] = ()
     # What TE derives from planes, with the values that stand for "not there".
     derived: Mapping[str, Any] = field(default_factory=dict)
-    # By plane: rows and columns that TE has the scales in multiples of.
+    # By plane of scales: TE pads its rows and columns to multiples of these.
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,8 @@ RECIPES = {
 
 
 def kind_of(cls: type) -> TensorKind | None:
-    """None for tensors that are not quantized; NotImplementedError for TE's other classes."""
+    """The kind of a class of quantized tensors; None if it is none. NotImplementedError for TE's
+    other classes."""
     for base in cls.__mro__:
         if base.__name__ in KINDS:
             return KINDS[base.__name__]
@@ -103,8 +104,8 @@ def kind_of(cls: type) -> TensorKind | None:
 
 
 def format_of(managed: ManagedParam) -> WeightFormat | None:
-    """The format in which a parameter is quantized, or will be once it is made, if it is on the
-    meta device. None if it is not. ValueError, NotImplementedError for what is not supported."""
+    """The format in which a parameter is quantized; of one on the meta device, in which it will be
+    quantized. None if it is not. NotImplementedError for what is not supported."""
     param = managed.param
     name = managed.fqns[0]
     kind = kind_of(type(param))
@@ -123,11 +124,12 @@ def format_of(managed: ManagedParam) -> WeightFormat | None:
 
 
 def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
-    """The format of the parameter `name` of a module whose parameters are made later."""
-    about = getattr(owner, "param_init_meta", {}).get(name)
-    if about is None or not getattr(owner, "primary_weights_in_fp8", False):
+    """The format of the parameter `name` of a module whose parameters are made later; None if it
+    will not be quantized."""
+    init_meta = getattr(owner, "param_init_meta", {}).get(name)
+    if init_meta is None or not getattr(owner, "primary_weights_in_fp8", False):
         return None
-    if about.fp8_meta_index is None:
+    if init_meta.fp8_meta_index is None:
         return None
     recipe: Any = owner.fp8_meta["recipe"]  # type: ignore[index]
     where = f"{type(owner).__name__}.{name}"
@@ -143,8 +145,8 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
 
 
 def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
-    """The tensors that have the value of a parameter, quantized or not, to be written in place.
-    What is derived from them is dropped."""
+    """The tensors that the value of a parameter, quantized or not, is in. They may be written in
+    place: what TE derives from them is dropped."""
     kind = kind_of(type(param))
     if kind is None:
         return [param.data]
@@ -155,8 +157,8 @@ def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
 
 
 def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
-    """Names of the attributes that a class of quantized tensors keeps on its objects, none for
-    another class: every other one was put there from outside."""
+    """Names of the attributes that a class of quantized tensors keeps on its objects. Every other
+    attribute was put there from outside. None for another class."""
     kind = kind_of(type(param))
     if kind is None:
         return frozenset()
@@ -168,8 +170,8 @@ def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
 
 
 def memory_of(param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a parameter's memory is in, quantized or not, with what is derived from
-    them; without scales that every rank has."""
+    """The tensors that a parameter's memory is in, quantized or not. They include what TE derives
+    from planes, and not the scales that every rank has."""
     kind = kind_of(type(param))
     if kind is None:
         return [param]
@@ -183,8 +185,8 @@ def dequantized(value: Any) -> Any:
 
 
 class TransformerEngineParams(QuantizedParams):
-    """Over TE's classes. Its C++ compares classes exactly: a parameter that is
-    guarded can be given to none of its functions, and none is called here."""
+    """The parameters of TE's classes. TE's C++ compares classes exactly, and a guarded parameter
+    has another class. So none of TE's functions is called here."""
 
     def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         kind = _kind(param)
@@ -196,7 +198,7 @@ class TransformerEngineParams(QuantizedParams):
             name = kind.planes[plane.name]
             value = kept[name] if name in kept else getattr(param, name)
             shape = plane.shape(tuple(param.shape))
-            found[plane.name] = value[tuple(map(slice, shape))]
+            found[plane.name] = value[tuple(map(slice, shape))]  # without padding
         return found
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
@@ -219,7 +221,8 @@ class TransformerEngineParams(QuantizedParams):
         self._mark_usages(param)
 
     def prepare(self, param: nn.Parameter) -> None:
-        """Scales as TE reads them: where the shape wants padding, padded copies."""
+        """Sets the fields that TE reads: views of the planes, and padded copies of those scales
+        that TE wants in a larger shape."""
         kind = _kind(param)
         self._mark_usages(param)
         views: Views = param.__dict__.get(VIEWS, {})
@@ -235,9 +238,8 @@ class TransformerEngineParams(QuantizedParams):
 
     @staticmethod
     def _mark_usages(param: nn.Parameter) -> None:
-        """TE derives the columns of a weight in forward if its quantizer marks them as used,
-        and in backward whatever that says. Set every time: TE puts another quantizer there when a
-        recipe changes."""
+        """Marks columns as not used, so that forward does not derive them. Backward derives them
+        all the same. Set every time: TE puts another quantizer there when a recipe changes."""
         param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
 
     def drop_derived(self, param: nn.Parameter) -> None:
@@ -255,8 +257,8 @@ class TransformerEngineParams(QuantizedParams):
 
 
 def _make_columns(param: Any) -> None:
-    """Fields of an MXFP8 weight that was made where no gradients are recorded: TE leaves columns
-    out then. ValueError if nothing is there to make them of."""
+    """Makes the columns of an MXFP8 weight. TE leaves them out of one that is made under
+    `torch.no_grad()`. ValueError if the value that they are made of is not there."""
     value = param.__dict__.get(HIGH_PRECISION)
     if not isinstance(value, torch.Tensor) or param._rowwise_data is None:
         raise ValueError(
@@ -271,11 +273,11 @@ def _make_columns(param: Any) -> None:
 
 
 def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
-    """Tensors of a quantized parameter, beside its planes, that every rank has: also the scale that
-    delayed scaling has for the next cast. `param` may be guarded."""
+    """Tensors of a quantized parameter, beside its planes, that every rank has: scales, and with
+    delayed scaling also the scale of the next cast. `param` may be guarded."""
     found = [getattr(param, name) for name in _kind(param).scales]
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-    # Of this class it quantizes with a scale of earlier steps, and notes what it sees.
+    # A quantizer of this class uses a scale of earlier steps, and notes the amax that it sees.
     is_delayed = type(quantizer).__name__ == "Float8Quantizer"
     return [*found, quantizer.scale] if is_delayed else found
 

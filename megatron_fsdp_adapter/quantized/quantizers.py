@@ -21,7 +21,7 @@ from .weights import QuantizedWeight, Quantizer, Quantizers
 
 
 class Settings(NamedTuple):
-    """Settings that all weights share which are quantized together."""
+    """Settings that are the same for all weights that are quantized together."""
 
     # Name of the format.
     format: str
@@ -35,7 +35,8 @@ class Settings(NamedTuple):
 
 
 def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
-    """One for each format, kind of TE's quantizers, and their settings."""
+    """Quantizers, each with its weights: one for each format, kind of TE's quantizers, and set of
+    their settings."""
     parts: dict[Settings, list[QuantizedWeight]] = {}
     for weight in weights:
         parts.setdefault(_settings(weight), []).append(weight)
@@ -43,7 +44,7 @@ def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
 
 
 def _settings(weight: QuantizedWeight) -> Settings:
-    quantizer = _quantizer(weight)
+    quantizer = _te_quantizer(weight)
     return Settings(
         format=weight.format.name,
         kind=type(quantizer).__name__,
@@ -62,8 +63,8 @@ def _quantizer_for(weights: Sequence[QuantizedWeight], settings: Settings) -> Qu
     return Current(weights, settings)
 
 
-def _quantizer(weight: QuantizedWeight) -> Any:
-    """The one that the parameter has now: TE may put another one there."""
+def _te_quantizer(weight: QuantizedWeight) -> Any:
+    """TE's quantizer that the parameter has now: TE may put another one there."""
     return weight.param._quantizer  # type: ignore[attr-defined]
 
 
@@ -79,10 +80,9 @@ def _rows(
     return found
 
 
-def _apart(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) float32 ones, of which each is where a GEMM can read its scale: cuBLAS
-    refuses a scale that does not begin at a multiple of 16 bytes. The scales of blocks do: a weight
-    has a multiple of 4."""
+def _aligned_ones(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) float32 ones, each at a multiple of 16 bytes: cuBLAS refuses a scale at another
+    place. Scales of blocks need no such gaps, as a weight has a multiple of 4."""
     return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]
 
 
@@ -90,9 +90,9 @@ class ScaledQuantizer:
     """Base of quantizers whose scales are beside the planes, on every rank.
 
     Args:
-        cast: of all weights.
-        inverses: what their planes are multiplied by, of each in its place, which becomes `field`
-            of the parameters.
+        cast: casts all weights.
+        inverses: the inverse scales of all weights, by which their planes are multiplied. `field`
+            of each parameter becomes the view of its own.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class Current(ScaledQuantizer):
         device = weights[0].main.device
         if settings.format == BLOCK128.name:
             blocks = BlockCast(rows, settings.dtype, self._powers, self._epsilon)
-            # The inverses without gaps, as they are computed.
+            # The inverses as `write_scales` makes them, without gaps.
             self._found = torch.ones(blocks.amax_numel, device=device)
             super().__init__(weights, blocks, self._found, "_rowwise_scale_inv")
         else:
             self._found = torch.ones(len(rows), device=device)
             cast = TensorCast(rows, settings.dtype)
-            super().__init__(weights, cast, _apart(len(rows), device), "_scale_inv")
+            super().__init__(weights, cast, _aligned_ones(len(rows), device), "_scale_inv")
 
     def begin(self) -> None:
         self._amaxes.zero_()
@@ -159,25 +159,26 @@ class Current(ScaledQuantizer):
 
 
 class Delayed(ScaledQuantizer):
-    """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
-    looks for them. What has been seen since TE looked last is in the amaxes already. After a load
-    bytes are made with the scale that the saved ones had, or, where it is unknown, with one of
-    these main weights, which then is TE's too."""
+    """Scales that TE has made of the amaxes of earlier steps. The amaxes of this step go to where
+    TE looks for them, together with what is there since it looked last.
+
+    After a load bytes are made with the scale that the saved ones had. Where that is unknown, the
+    scale is made of these main weights, and TE's quantizer gets it too."""
 
     _kept: TensorCast
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
         cast = TensorCast(_rows(weights), settings.dtype)
-        inverses = _apart(len(weights), weights[0].main.device)
+        inverses = _aligned_ones(len(weights), weights[0].main.device)
         super().__init__(weights, cast, inverses, "_scale_inv")
         self._begin_scales()
 
     def _begin_scales(self) -> None:
-        """Begins with the scales of the bytes that are there: the quantizer's, unless it has moved
-        on since."""
+        """Begins with the scales of the bytes that are there: the quantizer's scale, unless TE has
+        changed that since."""
         torch.reciprocal(self._inverses, out=self._scales)
         for weight, scale in zip(self._weights, self._cast.views(self._scales), strict=True):
-            own = _quantizer(weight).scale.view(1)
+            own = _te_quantizer(weight).scale.view(1)
             fields = weight.param.__dict__
             is_of_bytes = own.reciprocal() == fields["_scale_inv"]
             scale.copy_(torch.where(is_of_bytes, own, scale))
@@ -192,7 +193,7 @@ class Delayed(ScaledQuantizer):
         self._slots: list[torch.Tensor] = []
         scales = []
         for weight in self._weights:
-            quantizer = _quantizer(weight)
+            quantizer = _te_quantizer(weight)
             loaded = weight.param.__dict__.pop(NEXT, None)
             is_known = isinstance(loaded, torch.Tensor)
             scales.append(loaded if is_known else quantizer.scale.view(1))
@@ -212,8 +213,10 @@ class Delayed(ScaledQuantizer):
         torch.reciprocal(self._scales, out=self._inverses)
 
     def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
-        """Finds unknown scales, and makes all bytes once more; the others are the same.
-        Where bytes are those of before, TE has seen their amax, or forgotten it by now."""
+        """Sets what a load has left open: scales that are unknown are made of the amaxes, and all
+        bytes are made once more, the same ones where scales were known. TE has seen the amax of
+        bytes with a known scale, or forgotten it by now: where nothing was noted since, neither is
+        that."""
         fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
         write_scales(self._amaxes, fresh, unused)
         scales = self._cast.views(self._scales)

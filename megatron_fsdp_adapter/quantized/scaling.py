@@ -29,16 +29,17 @@ DIRECTIONS = (("scaling_fwd", 3), ("scaling_bwd", 2))
 """Attributes of TE's modules with that state, and the tensors of a GEMM that are quantized
 there."""
 WEIGHT = 1
-"""Its column."""
+"""Column of the weight."""
 OUTDATED = 0.0
+"""Stands for the scale of bytes that will be made with the next one."""
 HEAD = 2
 """Rows before the history."""
 LAST = "_fsdp_last_scale"
 """Attribute of a quantized parameter: the scale of its bytes, (1,) float32."""
 NEXT = "_fsdp_next_cast"
-"""Attribute of a quantized parameter: how a load wants its bytes made from main weights. With this
-scale, and then the history is as it was saved; or, if that is an integer, with one that is found
-from their amax, divided by 2 to the power of it."""
+"""Attribute of a quantized parameter: how its bytes are made from main weights after a load. If it
+is a tensor, with this scale; the history is as it was saved then. If it is an integer, with the
+scale of the main weights' amax, divided by 2 to the power of it."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ class Scaling:
         states = list(self._states())
         scales = torch.cat([scale for scale, _ in states])
         made = torch.full_like(scales, OUTDATED)
-        noted = self.param.__dict__
+        fields = self.param.__dict__
         if self.is_unknown:
             made[WEIGHT] = math.nan
-        elif NEXT in noted:
-            made[WEIGHT] = noted[NEXT][0]
-        elif LAST in noted and not outdated:
-            made[WEIGHT] = noted[LAST][0]
+        elif NEXT in fields:
+            made[WEIGHT] = fields[NEXT][0]
+        elif LAST in fields and not outdated:
+            made[WEIGHT] = fields[LAST][0]
         histories = torch.cat([history for _, history in states], 1)
         return torch.cat([scales[None], made[None], histories])
 
     def problems(self, name: str, record: Any) -> list[str]:
-        """Problems of what is to be loaded."""
+        """Problems of a `record` that is to be loaded, in words; none if there are none."""
         width = sum(count for _, count in DIRECTIONS)
         if not isinstance(record, torch.Tensor):
             return [f"{name}: a {type(record).__name__}, expected a tensor"]
@@ -79,7 +80,8 @@ class Scaling:
 
     @torch.no_grad()
     def load(self, record: torch.Tensor) -> None:
-        """Takes the state over. A history of another length is cut, or goes on with zeros."""
+        """Copies a record into TE's state, and notes how the weight's bytes are to be made. A
+        history of another length is cut, or filled up with zeros."""
         first = 0
         for scale, history in self._states():
             columns = record[:, first : first + scale.numel()]
@@ -88,17 +90,18 @@ class Scaling:
             history.zero_()
             history[:rows].copy_(columns[HEAD : HEAD + rows])
             first += scale.numel()
-        noted = self.param.__dict__
-        noted.pop(NEXT, None)
+        fields = self.param.__dict__
+        fields.pop(NEXT, None)
         made = float(record[1, WEIGHT])
         if math.isnan(made):
             self.forget()
-        elif LAST in noted and made != OUTDATED:
-            noted[NEXT] = torch.full_like(scale[:1], made)
+        elif LAST in fields and made != OUTDATED:
+            fields[NEXT] = torch.full_like(scale[:1], made)
 
     def follow(self) -> None:
-        """TE gives a module other quantizers where it changes the length of a history, and to those
-        weights that the module shows then; outside of a pass that is not this one."""
+        """Gives the weight the quantizer that its module has now. When TE changes the length of a
+        history, it makes new quantizers, and gives them to the weights that the module shows.
+        Outside of a pass that is not this weight."""
         quantizers = self.owner.__dict__.get("quantizers", {}).get("scaling_fwd")
         if LAST in self.param.__dict__ and quantizers:
             number = self.product * DIRECTIONS[0][1] + WEIGHT
@@ -106,20 +109,20 @@ class Scaling:
 
     @property
     def is_unknown(self) -> bool:
-        """True if the weight was loaded, and its scale is still to be found from its values."""
+        """True if the weight was loaded, and its scale is still to be made of its values."""
         return isinstance(self.param.__dict__.get(NEXT), int)
 
     @torch.no_grad()
     def forget(self) -> None:
-        """The weight is loaded and nothing is known of its scale, which will come of its values. A
-        weight that is not quantized is TE's to measure."""
-        noted = self.param.__dict__
-        if LAST not in noted:
+        """Notes that the weight was loaded without a scale, which will be made of its values. A
+        weight that is not quantized is left to TE, which measures it."""
+        fields = self.param.__dict__
+        if LAST not in fields:
             return
         _, history = next(self._states())
         history[:, WEIGHT].zero_()
         recipe: Any = self.owner.fp8_meta["recipe"]  # type: ignore[index]
-        noted[NEXT] = int(recipe.margin)
+        fields[NEXT] = int(recipe.margin)
 
     def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The scales (n,) and the history (length, n) of each direction, as views."""
@@ -134,12 +137,12 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
     other."""
     trained = pair.group.key.requires_grad
     for owner, name in pair.managed.slots:
-        about = getattr(owner, "param_init_meta", {}).get(name)
-        if getattr(about, "fp8_meta_index", None) is None:
+        init_meta = getattr(owner, "param_init_meta", {}).get(name)
+        if getattr(init_meta, "fp8_meta_index", None) is None:
             continue
         states = [getattr(owner, "fp8_meta", {}).get(key) for key, _ in DIRECTIONS]
         if all(hasattr(state, "amax_history") for state in states):
-            return Scaling(owner, pair.unsharded, _product(about), trained)
+            return Scaling(owner, pair.unsharded, _product(init_meta), trained)
     return None
 
 
@@ -149,10 +152,10 @@ def scalings_of(pairs: Iterable[ParamPair]) -> list[Scaling]:
     return [scaling for scaling in found if scaling is not None]
 
 
-def _product(about: Any) -> int:
-    """The number of a weight's product in its module. TE's index may be of a kind that has no
-    arithmetic."""
-    return int(about.fp8_meta_index) // DIRECTIONS[0][1]
+def _product(init_meta: Any) -> int:
+    """The number of a weight's product in its module. TE's index may be of a type without
+    arithmetic, so it becomes an int."""
+    return int(init_meta.fp8_meta_index) // DIRECTIONS[0][1]
 
 
 def begin_scaling(module: nn.Module, recipe: Any) -> None:
@@ -160,8 +163,8 @@ def begin_scaling(module: nn.Module, recipe: Any) -> None:
     would, so that a load finds where it belongs; that forward keeps what is there."""
     child: Any
     for child in module.modules():
-        about = getattr(child, "param_init_meta", {}).values()
-        products = [_product(each) for each in about if each.fp8_meta_index is not None]
+        init_metas = getattr(child, "param_init_meta", {}).values()
+        products = [_product(each) for each in init_metas if each.fp8_meta_index is not None]
         if products and not getattr(child, "fp8_meta_tensors_initialized", True):
             child.fp8_meta |= {"recipe": recipe, "num_gemms": max(products) + 1}
             child.init_fp8_meta_tensors(recipe)

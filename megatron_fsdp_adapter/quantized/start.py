@@ -1,5 +1,4 @@
-"""Checks that the values that weights were quantized from are still those that their bytes stand
-for.
+"""Checks that weights still have the bytes of the values that they were quantized from.
 
 Transformer Engine keeps the value before quantization beside a weight, for main weights to begin
 as. A load into the weight makes other bytes and leaves that value as it was: main weights would
@@ -24,11 +23,9 @@ from .tables import BLOCK
 ROWS = 64
 """Number of rows of a weight that are looked at."""
 FAR = 0.5
-"""Part of the norm: more than rounding to 8 bits does, less than two weights that are unrelated
-differ by."""
+"""Part of the norm: rounding to 8 bits makes less difference, two unrelated weights make more."""
 FINEST = 2.0**-9
-"""The least positive value in E4M3, by whose size rounding may be wrong however small weights are.
-"""
+"""The least positive value in E4M3: rounding may be wrong by as much, however small weights are."""
 
 
 def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
@@ -48,6 +45,7 @@ def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> lis
 
 @torch.no_grad()
 def _is_outdated(param: Any) -> bool:
+    """True if some of its rows differ by more than rounding from the value beside them."""
     kind = kind_of(type(param))
     if kind is None or kind.format not in (PER_TENSOR, BLOCK128):
         return False
@@ -55,11 +53,11 @@ def _is_outdated(param: Any) -> bool:
     count = len(value)
     rows = torch.linspace(0, count - 1, min(ROWS, count)).long()
     scales = getattr(param, kind.scales[0])
-    at = rows.to(scales.device)
+    indices = rows.to(scales.device)
     if kind.format is BLOCK128:
-        bands = scales[at // BLOCK].repeat_interleave(BLOCK, 1)
+        bands = scales[indices // BLOCK].repeat_interleave(BLOCK, 1)
         scales = bands[:, : value.shape[1]]
-    data = getattr(param, kind.planes["rowwise"])[at]
+    data = getattr(param, kind.planes["rowwise"])[indices]
     found = data.view(torch.float8_e4m3fn).float() * scales
     kept = value[rows.to(value.device)].to(scales.device, torch.float32)
     finest = (scales * FINEST).expand_as(kept).norm()
@@ -68,8 +66,8 @@ def _is_outdated(param: Any) -> bool:
 
 @contextmanager
 def values_follow(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, what is copied into a quantized weight is also copied to the value that is kept
-    beside it, unrounded."""
+    """A context in which a copy into a quantized weight also goes, unrounded, to the value that is
+    kept beside it."""
     kept = {}
     for module in modules:
         for param in module.parameters():

@@ -21,14 +21,15 @@ HINT = 16
 class CastTable:
     """The numbers that kernels read."""
 
-    # int64, one a weight: its own numbers, then its addresses, in the order of `OwnRows.tensors`.
+    # int64, one line for each weight: its own numbers, then its addresses, in the order of
+    # `LocalRows.tensors`.
     lines: torch.Tensor
-    # int32: line, and number within the weight, of each program.
+    # int32, one line for each program: its weight's line, and its number within the weight.
     work: torch.Tensor
     # Dtype of main weights, and that which they are rounded to.
     main: torch.dtype
     rounded: torch.dtype
     # True if addresses and sizes are multiples of `HINT`.
     aligned: bool
-    # The number of programs, the first ones, that have all of a block.
+    # The number of programs whose whole block is here. They come first.
     whole: int = 0

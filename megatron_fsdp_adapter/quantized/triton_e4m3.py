@@ -1,7 +1,8 @@
 """The kernels of `e4m3`. Imported where they are used: Triton comes with torch's CUDA builds only.
 
-Sources and targets are addresses in a table. What is known of their alignment is passed with
-`multiple_of`, or nothing would be loaded in vectors.
+Sources and targets are addresses in a table. `multiple_of` passes on what is known of their
+alignment: nothing would be loaded in vectors without it. CAST: bytes are written. SIZE: amaxes are
+written.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ BAND = 16
 """Rows of a block that are in registers at a time."""
 WARPS = 8
 WHOLE_WARPS = 8
-"""Warps of a program that has a whole block in registers. Of 1024 to 8192 elements, 16 to 128 rows
-and 4 or 8 warps these were within 3% of the fastest in every pass: 4.4 to 4.7 TB/s (H200)."""
+"""Warps of a program that has a whole block in registers. Tried were 1024 to 8192 elements, 16 to
+128 rows, and 4 or 8 warps: these are within 3% of the fastest in every pass, 4.4 to 4.7 TB/s
+(H200)."""
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +49,7 @@ def _line(lines, work, WIDTH: tl.constexpr):
 
 @triton.jit
 def _address(place, DTYPE: tl.constexpr):
-    """The pointer that a table has at a place."""
+    """The address that is at a place of a table, as a pointer."""
     return tl.load(place).to(tl.pointer_type(DTYPE))
 
 
@@ -179,8 +181,8 @@ def _exponent(amax, INVERSE: tl.constexpr):
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent = bits >> 23
     fraction = bits & 0x7FFFFF
-    is_above_zero = (exponent != 0) | (fraction > 0x400000)  # rounded
-    up = (fraction > 0) & (exponent != 0xFE) & is_above_zero
+    is_above_least = (exponent != 0) | (fraction > 0x400000)  # 2**-127, which exponent 0 is
+    up = (fraction > 0) & (exponent != 0xFE) & is_above_least
     return tl.minimum(exponent + up.to(tl.int32), 0xFE)
 
 
@@ -281,7 +283,7 @@ def _constants(table: CastTable) -> dict[str, Any]:
 
 
 def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
-    """A tensor in place of one that the kernel does not look at."""
+    """`one`, or in its place `other`, if the kernel does not look at it."""
     if one is not None:
         return one
     assert other is not None
@@ -311,7 +313,7 @@ def tensors(
 def begin_blocks(
     table: CastTable, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float
 ) -> None:
-    """Begins to cast blocks; see `e4m3.BlockCast`."""
+    """Runs the first pass over blocks; see `e4m3.BlockCast`."""
     whole = table.work[: table.whole]
     cut = table.work[table.whole :]
     if len(whole):
@@ -325,7 +327,7 @@ def begin_blocks(
 
 
 def finish_blocks(table: CastTable, bases: list[int], scales: torch.Tensor) -> None:
-    """Casts the rest of blocks; see `e4m3.BlockCast`."""
+    """Runs the second pass over blocks; see `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
         _run_blocks(table, work, bases, scales, cast=True, size=False)
@@ -341,7 +343,8 @@ def _run_blocks(
     powers: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """numbers: amaxes, which are written with `size`, or scales, which are read without."""
+    """Launches the kernel of blocks. numbers: with `size` amaxes, which are written; without it
+    scales, which are read."""
     is_whole = cast and size
     programs = len(work)
     _blocks[(programs,)](

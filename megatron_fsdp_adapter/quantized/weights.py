@@ -3,10 +3,10 @@
     compute stream   step | begin  maxima over ranks  finish | forward ...
     gather stream                                            casts, gathers of bytes
 
-The bytes are written then too where they are kept; where they are not, a gather casts this rank's
-main weights with those scales, as it does for compute weights in another dtype. Scales of every
-gather would not be those of the step where they depend on what was seen so far (delayed scaling),
-and would cost a reduction a unit.
+Where the bytes are kept, they are written then, too. Where they are not, each gather casts this
+rank's main weights with the scales of that time, as it does for compute weights in another dtype.
+Scales made at each gather were rejected: they would cost a reduction for each unit, and delayed
+scaling, whose scales depend on what was seen so far, would not have those of the step.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Quantizer(Protocol):
     """Number of maxima to agree upon; 0 if every scale is a matter of one rank's rows."""
 
     def bind(self, amaxes: torch.Tensor) -> None:
-        """Binds the maxima to `maxima` for good: float32 of shape (amax_numel,), a part of the
-        vector that is reduced. Called once, before anything else, only if there are any."""
+        """Gives the quantizer its maxima for good: float32 of shape (amax_numel,), a part of the
+        vector that is reduced. Called once, before anything else, if `amax_numel` is not 0."""
 
     def begin(self) -> None:
         """Fills all of `amaxes` from this rank's rows; 0 where it has none."""
@@ -87,10 +87,12 @@ class Quantizer(Protocol):
         Scales that are not in planes are set for the whole of every weight, on every rank."""
 
     def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        """A function that writes this rank's rows of the planes of `weights`, from main weights as
-        they are, with the scales that `finish` has set last; enqueued on the current stream, when
-        the planes are there. Asked for after `bind`, of parameters of one group that are not kept,
-        whose planes may be others than those that this quantizer was made of."""
+        """A function that writes this rank's rows of the planes of `weights`, on the current
+        stream. It reads the main weights of that time, and the scales that `finish` set last.
+
+        weights: of one group, whose planes are not kept. Their planes may be others than those that
+        this quantizer was made with, and must be there when the function is called. Called after
+        `bind`."""
 
 
 Quantizers = Sequence[tuple[Quantizer, Sequence[QuantizedWeight]]]
@@ -106,8 +108,9 @@ class QuantizedParams(QuantizedWeights):
 
     at_once = False
     unnotified = False
-    # Whether main weights have changed since they were quantized, and those of frozen ones, too.
+    # Whether main weights have changed since they were quantized.
     _changed = False
+    # Whether those of frozen parameters have, too.
     _loaded = False
 
     # Of a subclass.
@@ -130,8 +133,8 @@ class QuantizedParams(QuantizedWeights):
 
     @abc.abstractmethod
     def point(self, param: nn.Parameter, views: Views) -> None:
-        """Makes `views`, one for each plane, which hold what `fields` gave, the fields of `param`
-        for life. Drops what is derived from fields."""
+        """Makes `views` the fields of `param` for life, one for each plane. They have the values
+        that `fields` gave. Drops what is derived from fields."""
 
     @abc.abstractmethod
     def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
@@ -166,20 +169,20 @@ class QuantizedParams(QuantizedWeights):
         quantized = [group for group in groups if group.key.quantized]
         trained = [group for group in quantized if group.key.requires_grad]
         frozen = [group for group in quantized if not group.key.requires_grad]
-        # What quantizes those that an optimizer updates, and the others.
+        # Quantizers and reductions of weights that an optimizer updates, and of the others.
         self._trained = self._plan(trained, gather)
         self._frozen = self._plan(frozen, gather)
-        # Bytes that are not kept are given back where a unit has been built, with what had made
-        # them: scales are computed again.
+        # Bytes that are not kept are gone since their unit was built, and so is what made them:
+        # scales must be computed again before a gather can cast.
         self._changed = any(group.write_planes for group in trained)
         return self if quantized else None
 
     def _plan(
         self, groups: Sequence[ParamGroup], gather: GatherPipeline
     ) -> tuple[list[Quantizer], list[AmaxReduction]]:
-        """Quantizers of `groups`, and which maxima are reduced: on the communicators of gathers,
-        all of whose work the compute stream is behind by then. Those of reductions may be in use.
-        """
+        """The quantizers of `groups`, and the reductions of their maxima. These use communicators
+        of gathers, whose work the compute stream is behind by then; those of gradients' reductions
+        may be in use."""
         quantizers: list[Quantizer] = []
         reductions: list[AmaxReduction] = []
         for domain, members in by_domain(groups).items():
@@ -227,9 +230,9 @@ class QuantizedParams(QuantizedWeights):
         reductions: list[AmaxReduction] = []
         for trained, plan in ((True, self._trained), (False, self._frozen)):
             if self.is_pending(trained):
-                more, of_more = plan
-                quantizers += more
-                reductions += of_more
+                plan_quantizers, plan_reductions = plan
+                quantizers += plan_quantizers
+                reductions += plan_reductions
         self._changed = False
         self._loaded = False
         if not quantizers:
@@ -249,8 +252,9 @@ class QuantizedParams(QuantizedWeights):
 
 
 def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[QuantizedWeight]:
-    """This rank's rows of each parameter of a quantized group, with the planes `into`: those of the
-    group if none are given."""
+    """This rank's rows of each parameter of a quantized group.
+
+    into: the planes to be written; those of the group if none are given."""
     held = group.held
     if not into:
         into = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
@@ -271,23 +275,23 @@ def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[Quantized
 
 
 def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
-    """Makes gathers of a group cast its planes, which are not kept."""
-    of_param = {id(weight.param): made for made, weights in quantizers for weight in weights}
+    """Makes gathers of a group cast its planes, which are not kept, by setting `write_planes`."""
+    quantizer_of = {id(weight.param): made for made, weights in quantizers for weight in weights}
 
     def writers(weights: Sequence[QuantizedWeight]) -> list[Callable[[], None]]:
         parts: dict[Quantizer, list[QuantizedWeight]] = {}
         for weight in weights:
-            parts.setdefault(of_param[id(weight.param)], []).append(weight)
+            parts.setdefault(quantizer_of[id(weight.param)], []).append(weight)
         return [quantizer.writer(part) for quantizer, part in parts.items()]
 
-    own = writers(rows_of(group))
-    ref = weakref.ref(group)
+    own_writers = writers(rows_of(group))
+    ref = weakref.ref(group)  # as the group will have `write`, and must not keep itself alive
 
     def write(into: PlaneItems | None = None) -> None:
-        of = ref()
-        if of is None:
+        alive = ref()
+        if alive is None:
             return
-        for write_part in writers(rows_of(of, into)) if into else own:
+        for write_part in writers(rows_of(alive, into)) if into else own_writers:
             write_part()
 
     group.write_planes = write

@@ -38,7 +38,7 @@ Key = tuple[int, int]
 """A matrix: the numbers of its parameter, and of itself in that."""
 
 Cut = tuple[Run, torch.Tensor]
-"""A run, and its elements in a buffer."""
+"""A run, and its elements: a view into a buffer."""
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 """Orthogonalizes a batch of matrices, (batch, rows, columns)."""
@@ -49,9 +49,9 @@ Parties = Mapping[int, Member]
 
 
 def parties_in(group: ParamGroup) -> Parties:
-    """The ranks that have some of the parameters of `group` between them: those of the shard axis,
-    of an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
-    outer axis compute their own: its network is the slow one."""
+    """The ranks that together hold the parameters of `group`: those of the shard axis, of an outer
+    axis that splits shards again, and of tensor parallelism. With replicas on an outer axis each
+    replica computes by itself, as the network between them is the slow one."""
     domain = group.domain
     mesh = domain.mesh.mesh
     found = {}
@@ -79,7 +79,7 @@ DOMAINS = (DENSE, EXPERT)
 
 
 def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
-    """Domain -> the parties that are not all ranks of the shards and no others."""
+    """Domain -> the ranks of its parties, if they are others than the ranks of its shard axis."""
     wanted = {}
     for engine in engines:
         for group in engine.groups:
@@ -91,8 +91,8 @@ def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
 
 
 def exchange_groups(engines: Sequence[FsdpEngine]) -> RankGroups:
-    """Makes the groups that parties need beside the groups of their shards; collective over the
-    default group, also for ranks whose engines have no parameters of some domain."""
+    """Makes the process groups of `wanted_groups`. Collective over the default group, also for
+    ranks whose engines have no parameters of some domain."""
     wanted = wanted_groups(engines)
     made = {}
     for name in DOMAINS:
@@ -124,11 +124,11 @@ class StageExchange:
         self._runtime = runtime
         self._dtype = dtype
         self._result = result
-        # The matrices that this rank owns: those of one shape that are computed at once.
+        # The matrices that this rank owns, in batches of one shape that are computed at once.
         self._batches = list(_batches(plan, communicator.rank))
-        # Whether updates go back to the ranks that rows came from, and to no others.
+        # Whether each update goes back to the ranks that the rows came from, and to no others.
         self._returns_alike = plan.returned == plan.received
-        # What an exchange that is under way writes and reads, and the event of its end.
+        # The exchange under way: its output, its source, and the event of its end.
         self._flight: Any = None
 
     @property
@@ -138,7 +138,8 @@ class StageExchange:
         return 2 * numel * self._dtype.itemsize // self._communicator.size
 
     def send(self, rows: Sequence[torch.Tensor | None]) -> None:
-        """Starts to send this rank's flat rows of each parameter; zeros where there are none."""
+        """Starts to send this rank's flat rows of each parameter; zeros where a parameter's are
+        None."""
         plan = self._plan
         source = self._empty(plan.sent, self._dtype)
         targets = []
@@ -173,8 +174,8 @@ class StageExchange:
         self._exchange(updates, plan.returned, plan.updates)
 
     def _memory_of_updates(self, received: torch.Tensor) -> torch.Tensor:
-        """Memory to send updates from: where each matrix came from, which is read before its update
-        is there, if they go back to the ranks that sent it and to no others."""
+        """Memory to send updates from. If all updates go back where rows came from, it is that of
+        the rows that were received: a matrix is read before its update is written."""
         if self._returns_alike and received.element_size() == self._result.itemsize:
             return received.view(self._result)
         return self._empty(self._plan.returned, self._result)
@@ -236,7 +237,7 @@ class StageExchange:
 
 
 def _batches(plan: StagePlan, owner: int) -> Iterator[tuple[MatrixShape, list[Key]]]:
-    """The matrices of one shape that are computed at once, of those that a rank owns."""
+    """The matrices that a rank owns, in batches that are computed at once: their shape and keys."""
     owned = defaultdict[MatrixShape, list[Key]](list)
     for number, (param, owners) in enumerate(zip(plan.params, plan.owners, strict=True)):
         for matrix, shape in enumerate(param.shapes):

@@ -49,15 +49,17 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True)
 class Run:
-    """Elements that a rank holds of a matrix, and that travel."""
+    """Neighboring elements of a matrix that a rank holds, and that are exchanged."""
 
-    # Numbers of the parameter, among those that are exchanged together, and of its matrix.
+    # Number of the parameter among those that are exchanged together.
     param: int
+    # Number of the matrix in the parameter.
     matrix: int
     # Their place in the rank's rows of the parameter.
     local: FlatRange
-    # The panel of the matrix, and the first element there.
+    # Number of the panel of the matrix.
     panel: int
+    # Where they begin in the panel, in elements.
     at: int
 
     @property
@@ -74,13 +76,15 @@ class Run:
 class MuonParam:
     """A parameter that Muon updates."""
 
-    # Where its elements are: its number in this layout.
+    # The layout that its elements are in.
     layout: GroupLayout
+    # Its number in the layout.
     index: int
-    # The dim that tensor parallelism splits, None if each rank has all of it; over how many ranks.
+    # The dim that tensor parallelism splits; None if each rank has all of it.
     split: int | None
+    # The number of tensor-parallel ranks.
     parts: int
-    # Of the parts of fused rows.
+    # Rows of each part, if rows are fused; of the one part, if not.
     heights: tuple[int, ...]
 
     @property
@@ -117,7 +121,7 @@ class MuonParam:
 
     @property
     def numel(self) -> int:
-        """The elements of its matrices."""
+        """Number of elements of its matrices."""
         return sum(rows * columns for rows, columns in self.shapes)
 
     def runs(self, number: int, matrix: int, member: Member) -> Iterator[Run]:

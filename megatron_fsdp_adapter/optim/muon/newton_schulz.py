@@ -129,7 +129,7 @@ def _stepwise(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Te
 
 
 def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tensor:
-    """x: float16, with elements of a root mean square of 1, in memory that is written."""
+    """Orthogonalizes x, which is overwritten: float16, with elements of a root mean square of 1."""
     memory = [x, torch.empty_like(x)]  # to read from, and to write
     _, rows, columns = x.shape
     numel = rows * columns
@@ -161,8 +161,8 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
 def _times(
     memory: list[torch.Tensor], product: torch.Tensor | None, factor: float, tall: bool
 ) -> torch.Tensor:
-    """factor times `product` times the first of `memory`, which has been transposed if it is tall,
-    in the second one; then they change places."""
+    """factor times `product` times x, the first of `memory`; with `tall`, x times the transpose of
+    `product`. It is written to the second of `memory`; then the two change places."""
     assert product is not None
     x, out = memory
     left, right = (x, product.mT) if tall else (product, x)
@@ -172,7 +172,8 @@ def _times(
 
 
 def cost(rows: int, columns: int, steps: int = 5) -> int:
-    """Floating-point operations of `steps` steps in half precision, of symmetric products half."""
+    """A measure of the operations of `steps` steps in half precision. Symmetric products count
+    half."""
     small, large = sorted((rows, columns))
     passes = len(restarts_of(steps, rows, columns)) + 1
     outer = 3 * small * small * large

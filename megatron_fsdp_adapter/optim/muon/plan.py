@@ -23,13 +23,13 @@ from .matrices import Member, MuonParam, Run
 STAGE_NUMEL = 1 << 26
 """Elements of a stage, if it has more than one parameter."""
 IN_FLIGHT = 512 << 20
-"""Bytes of rows that a rank has sent and received ahead of what it computes, if that is more than
-one stage. Every rank has the mean in its place: a rank may receive more, or less."""
+"""Bytes of rows that are exchanged ahead of what is computed, if that is more than one stage. Every
+rank counts the mean over ranks, so that all decide alike: a rank may have more, or less."""
 
 
 def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
-    """Slices of the parameters, of these elements, that are exchanged together: neighbors up to
-    `limit`."""
+    """Slices of the parameters that are exchanged together: neighbors with at most `limit` elements
+    in all, or one parameter. numels: elements of each parameter."""
     if not numels:
         return []
     found = []
@@ -46,9 +46,10 @@ def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
 
 
 def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]:
-    """Number of stages whose rows are on their way before each stage is computed, itself among
-    them, for stages of `sizes` bytes: as many as `limit` allows. The same on every rank, as
-    exchanges are collective."""
+    """For each stage, the number of stages whose rows are sent before it is computed: it is among
+    them, and as many as `limit` bytes allow. The same on every rank, as exchanges are collective.
+
+    sizes: bytes of each stage."""
     found = []
     sent = 0
     total = 0  # bytes of what is sent and not computed
@@ -89,15 +90,17 @@ def plan_stage(
     members: tuple[Member, ...],
     me: int,
 ) -> StagePlan:
-    """The part of rank number `me` of `members`. owners: of each parameter's matrices, by number
-    in `members`. Takes as long as there are matrices, and ranks for those that `me` owns."""
+    """The part of rank number `me` of `members`.
+
+    owners: the number in `members` of each parameter's matrices' owners. The time grows with the
+    matrices, and with ranks times the matrices that `me` owns."""
     sent = _no_runs()
     received = _no_runs()
     returned = _no_runs()
     updates = _no_runs()
-    for number, (param, of) in enumerate(zip(params, owners, strict=True)):
+    for number, (param, param_owners) in enumerate(zip(params, owners, strict=True)):
         sends = _sends(param.split is None, members)
-        for matrix, owner in enumerate(of):
+        for matrix, owner in enumerate(param_owners):
             mine = list(param.runs(number, matrix, members[me]))
             updates[owner] += mine
             if sends(me, owner):
@@ -131,9 +134,11 @@ def _of_ranks(runs: Mapping[int, Sequence[Run]], ranks: int) -> Runs:
 
 @functools.lru_cache(maxsize=2)  # the same for all stages of the same ranks
 def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], bool]:
-    """A predicate of holder and owner: True if the holder sends the owner what several ranks hold:
-    the owner itself if it is one of them, else one that the owner's number chooses. whole: tensor
-    parallelism does not split it."""
+    """A predicate of a holder and an owner: True if this holder sends its rows to the owner. Of
+    several ranks that hold the same rows one sends them: the owner if it is among them, else one
+    that is chosen by the owner's number.
+
+    whole: tensor parallelism does not split the parameter."""
     held = [(shard, 0) for shard, _ in members] if whole else members
     holders = defaultdict[Member, list[int]](list)
     for number, rows in enumerate(held):
@@ -151,11 +156,12 @@ def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], boo
 def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     """The owner of each matrix: the most costly first, each to the rank with the least so far.
 
-    Matrices of one cost keep their order, and each cost begins with another rank, so that those of
-    one unit, and of neighboring ones, which are exchanged one after the other, lie on different
-    ranks. No rank has more than the mean and one matrix.
-    Parts of a cost that are smaller were rejected: a matrix that several ranks share costs as much
-    on each of them, or an exchange in every step of the iteration.
+    Matrices of one cost keep their order, and each cost begins with another rank. So matrices of a
+    unit and of its neighbors, which are exchanged one after the other, are on different ranks. No
+    rank has more than the mean and one matrix.
+
+    To split a matrix among ranks was rejected: it costs as much on each of them, or an exchange in
+    every step of the iteration.
     """
     load = [0] * ranks
     owners = [0] * len(costs)

@@ -39,14 +39,14 @@ class MuonOptions:
 
     # m <- momentum m + (1 - momentum) g
     momentum: float
-    # What is orthogonalized: the same sum of g and the new m; or, if not, m.
+    # Whether the same sum of the new m and g is orthogonalized, and not m.
     nesterov: bool
     # Of each Newton-Schulz step.
     coefficients: tuple[newton_schulz.Coefficients, ...]
     eps: float
-    # Of a matrix's rows and columns: the factor on its update.
+    # The factor on a matrix's update, by its numbers of rows and columns.
     scale: Callable[[int, int], float]
-    # Of the products, and on the wire.
+    # The dtype of products, and of rows that are sent.
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -66,13 +66,13 @@ class MuonEntry(NamedTuple):
 
 
 Stage = tuple[list[MuonEntry], StageExchange]
-"""The parameters that are exchanged together."""
+"""Parameters that are exchanged together, and their exchange."""
 Where = Mapping[int, tuple[int, torch.Tensor]]
 """Id of a parameter that Muon updates -> the number of its group, and its local tensor."""
 
 
 def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
-    """The dim that tensor parallelism splits of a parameter, None if it splits none, and the number
+    """The dim of a parameter that tensor parallelism splits, None if it splits none; and the number
     of tensor-parallel ranks."""
     mesh = pair.group.domain.mesh
     names = mesh.mesh_dim_names
@@ -106,9 +106,9 @@ class Muon:
         self._groups = exchange
         self._chosen = chosen
         self._heights = heights
-        # By ranks, as they are needed.
+        # By ranks of the parties; made when they are needed.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
-        # What the stages are planned for: `LocalShards.pairs` at that time.
+        # `LocalShards.pairs` for which the stages were planned; they are others after a change.
         self._pairs: Any = None
         self._stages: list[Stage] = []
         # For each stage, the number of those whose rows are sent before it is computed.
@@ -117,7 +117,8 @@ class Muon:
     # Planning.
 
     def _plan(self, shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
-        """Plans once, and again when groups have other parameters: all ranks have the same ones."""
+        """Plans the stages: once, and again when groups have other parameters. The latter is the
+        case on all ranks or on none, as the same groups are on all."""
         if self._pairs is shards.pairs:
             return
         self._pairs = shards.pairs
@@ -143,8 +144,8 @@ class Muon:
     def _parts_of(
         self, engine: FsdpEngine, where: Where
     ) -> Iterator[tuple[Parties, list[MuonEntry]]]:
-        """The entries that are exchanged together, in the order of the units: of each of their
-        groups, what Muon updates, in as many parts as its size asks for."""
+        """The parties and entries of each stage, in the order of units. A group of a unit gives as
+        many stages as the size of what Muon updates of it asks for (`stages_of`)."""
         for unit in engine.units:
             for group in unit.groups:
                 entries = self._entries_of(engine, group, where)
@@ -183,9 +184,9 @@ class Muon:
     ) -> StageExchange:
         """The exchange of parameters whose matrices' owners come next in `owned`."""
         params = [entry.param for entry in entries]
-        of = [[next(owned) for _ in param.shapes] for param in params]
+        owners = [[next(owned) for _ in param.shapes] for param in params]
         ranks = tuple(parties)
-        plan = plan_stage(params, of, tuple(parties.values()), ranks.index(dist.get_rank()))
+        plan = plan_stage(params, owners, tuple(parties.values()), ranks.index(dist.get_rank()))
         first = groups[entries[0].group]
         dtype = self._chosen(first).dtype  # type: ignore[union-attr]
         result = newton_schulz.result_dtype(dtype)
@@ -194,11 +195,12 @@ class Muon:
     # A step.
 
     def update(self, shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
-        """Updates weights (see `UpdateRule`). ValueError if matrices that are computed together are
-        not to be computed alike."""
+        """Updates weights (see `UpdateRule`). ValueError if matrices of one stage have different
+        options of Newton-Schulz."""
         self._plan(shards, groups)
         options: list[Any] = [self._chosen(group) for group in groups]
         stages = self._stages
+        # Of the stages that were sent: which parameters have gradients.
         trained: list[list[bool]] = []
         for stage in stages:
             _check(stage, options)
@@ -213,13 +215,14 @@ class Muon:
                 in_place=True,
             )
             exchange.compute(orthogonalize)
-            if number > 0:
+            if number > 0:  # one stage later: its updates travel while this one is computed
                 _apply(shards, stages[number - 1], trained[number - 1], groups, options)
         if stages:
             _apply(shards, stages[-1], trained[-1], groups, options)
 
 
 def _check(stage: Stage, options: Sequence[Any]) -> None:
+    """ValueError if the matrices of a stage have different options of Newton-Schulz."""
     entries, _ = stage
     chosen = [options[entry.group] for entry in entries]
     if len({(one.coefficients, one.eps, one.dtype) for one in chosen}) > 1:
@@ -268,6 +271,6 @@ def _apply(
         number, local, param = entries[run.param]
         scale = options[number].scale(*param.shapes[run.matrix])
         alpha = -float(groups[number]["lr"]) * scale
-        # It casts on the way. Kernels for many tensors do not, and casts of their own are two
-        # passes more.
+        # `add_` casts on the way. Kernels for many tensors do not: separate casts would be two more
+        # passes.
         local.view(-1)[run.place].add_(values, alpha=alpha)

@@ -33,6 +33,7 @@ def torch_muon(engines: Sequence[FsdpEngine]) -> UpdateRule:
 
 
 def _whole(pair: ParamPair) -> tuple[int, ...]:
+    """The heights of a parameter that is one matrix: all of its rows."""
     return (pair.group.layout.specs[pair.index].layout_shape[0],)
 
 
