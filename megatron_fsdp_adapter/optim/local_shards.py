@@ -54,9 +54,12 @@ def set_options(group: GroupOptions, options: GroupOptions) -> None:
 Clip = tuple[
     Callable[[list[LocalPair]], None], Callable[[torch.device], torch.Tensor | None] | None
 ]
-"""Two functions by which gradients are clipped. The first clips those of pairs in place. The second
-returns the float32 number, on a device, that multiplies all gradients, None for 1; in its place is
-None where groups have different numbers."""
+"""Two functions that clip gradients.
+
+- The first one clips the gradients of pairs in place.
+- The second one returns a float32 number on a device that multiplies all gradients, or None for 1.
+  None stands in its place if gradients have different numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class LocalShards:
         self.state: dict[torch.Tensor, StateEntry] = defaultdict(dict)
         # The memory of the state while it is released; None if it never was.
         self.parked: HostStash | None = None
-        # Whether nothing reads clipped gradients before the step does, which may clip them then.
+        # Whether a step is the first to read clipped gradients, and so may clip them itself.
         self.step_follows = False
         # The clip that is left to the next step.
         self.clip: Clip | None = None
@@ -188,8 +191,8 @@ class LocalShards:
         return found
 
     def put(self, param: Any, name: str, value: Any) -> None:
-        """Sets state `name` of `param` to `value`, of which a tensor with the parameter's shape is
-        local. ValueError with state in host memory, if there is no such state."""
+        """Sets state `name` of `param` to `value`: of a tensor with the parameter's shape, this
+        rank's rows. ValueError with state in host memory, if there is no such state."""
         local = self._local_of(param)
         if self.residency.on_host and name not in self.state[local]:
             raise ValueError(

@@ -53,11 +53,11 @@ class Part:
     """One unit's part of a step."""
 
     unit: Unit
-    # Of its engine.
+    # The updates of its engine.
     updates: DeferredUpdates
-    # By parameter group of the optimizer.
+    # What is updated, by parameter group of the optimizer.
     pairs: list[list[LocalPair]]
-    # The engine's.
+    # The engine's groups that these are in.
     groups: list[ParamGroup]
     # What is loaded and stored.
     buffers: list[ShardedBuffer] = field(default_factory=list)

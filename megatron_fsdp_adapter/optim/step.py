@@ -46,20 +46,20 @@ OF_FUSED = {"use_decoupled_grad": True, "master_weights": False, "store_param_re
 def _take_step(optimizer: Any, prepare: Prepare) -> None:
     """Updates the groups of `shards.rule` or, with state in host memory, all groups.
 
-    This runs before the inner optimizer's own step, which updates the other groups: it finds local
-    tensors with local gradients, and no parameters in the groups that were updated here. It may
-    still count a step in the options of those. `LocalShards.leave` puts back the options that are
-    in `LocalShards.results`.
+    This runs in the pre-hook of the inner optimizer's step. That step follows, and updates the
+    other groups: their parameters are local tensors with local gradients then. Groups that were
+    updated here have no parameters then, but the step may still count itself in their options.
+    `LocalShards.leave` overwrites those with `LocalShards.results`.
     """
     prepare(optimizer)
     shards: LocalShards = optimizer._fsdp_shards
     residency = shards.residency
     groups = optimizer.param_groups
-    # This may be a base class's step inside a subclass's, in front of which all was done. `results`
-    # alone does not tell: it would be left over from a step whose `end_step` did not run.
+    # A base class's step inside a subclass's must not update again. `updating_parts` or `results`
+    # shows that. `results` alone is not enough: a step whose `end_step` did not run leaves some.
     if residency.updating_parts or (shards.results and _steps_in_steps(type(optimizer))):
         return
-    # Set before `enter`, which else drops what was loaded ahead. On the device there are no parts.
+    # On the device there are no parts. Set before `enter`, which else drops what was loaded ahead.
     residency.updating_parts = residency.on_host
     shards.results = {}
     try:
@@ -74,15 +74,16 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
     except BaseException:
         shards.results = {}
         if residency.on_host:
-            # Some parts may have been clipped already: `clip_now` must not clip them twice. Without
-            # parts nothing has been clipped, and `clip_now` clips.
+            # Parts may have been clipped, and `clip_now` must not clip them twice. On the device a
+            # clip that is still here has not been applied, and `clip_now` applies it.
             shards.clip = None
             residency.give_up()
         raise
     finally:
         residency.updating_parts = False
     for number in shards.results:
-        # The own step must not update this group again. `leave` gives the parameters back.
+        # So that the inner optimizer's own step, which follows, does not update this group again.
+        # `leave` gives the parameters back.
         groups[number]["params"] = []
 
 

@@ -78,9 +78,12 @@ def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
-    """The steps, from 0, in front of which X and R are computed again: all, if the matrix is nearly
-    square. Five steps need one restart. More steps than that are there for accuracy: every second
-    one."""
+    """The steps, counted from 0, in front of which X and R are computed again:
+
+    - All but the first, if the matrix is nearly square.
+    - With up to five steps only step 3, if there is one: they need one restart.
+    - With more steps every second one: they are there for accuracy.
+    """
     if max(rows, columns) <= SQUARE * min(rows, columns):
         return tuple(range(1, steps))
     if steps > 5:
@@ -89,7 +92,7 @@ def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what `orthogonalized` makes of matrices of a dtype."""
+    """The dtype of the result of `orthogonalized`, for matrices of `dtype`."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
@@ -201,8 +204,8 @@ def symmetric_product(
     diagonal: float = 0.0,
     tall: bool = False,
 ) -> torch.Tensor:
-    """alpha x y^T + beta added + diagonal I, which is to be symmetric but for rounding: y is x, or
-    x and y are symmetric and commute. With `tall`, x^T y in the place of x y^T.
+    """alpha x y^T + beta added + diagonal I; with `tall`, x^T y in the place of x y^T. It must be
+    symmetric but for rounding: y is x, or x and y are symmetric and commute.
 
     x, y: (batch, n, k), or with `tall` (batch, k, n); added: (batch, n, n). Returns (batch, n, n)
     in their dtype, rounded once where the kernel computes it.
@@ -239,8 +242,8 @@ def product_into(
 
 
 def _is_slow(x: torch.Tensor) -> bool:
-    """A host's products of float16 take forty times as long as those of float32; both are added up
-    in float32 and rounded once."""
+    """True for float16 on the host, whose products take forty times as long as those of float32.
+    The result is the same: both are added up in float32 and rounded once."""
     return x.dtype == torch.float16 and x.device.type == "cpu"
 
 
@@ -249,7 +252,7 @@ def _in_float32(left: torch.Tensor, right: torch.Tensor, alpha: float) -> torch.
 
 
 def _fits(x: torch.Tensor, tall: bool) -> bool:
-    """True if the kernel may have it: shapes alone decide, so that each rank takes the same way."""
+    """True if the kernel takes x. Values do not decide, so that each rank goes the same way."""
     if not x.is_cuda or x.dtype != torch.float16:
         return False
     _, rows, columns = x.shape
