@@ -122,7 +122,7 @@ class LocalShards:
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         # What `leave` puts back: `optimizer.state`, and each group's parameters. None while the
         # optimizer has them.
-        self._shown: tuple[Any, list[Any]] | None = None
+        self._to_put_back: tuple[Any, list[Any]] | None = None
         # By local tensor: its state as `show_state` has shown it.
         self._known: dict[torch.Tensor, Shown] = {}
         # By number of a group that this rank holds nothing of: its tensor (`params_for_inner`).
@@ -132,8 +132,9 @@ class LocalShards:
     # What a program changes.
 
     def follow_groups(self, optimizer: Any) -> None:
-        """Takes over which parameters the groups have now."""
-        if self._shown is None and not self._has_pairs_of(optimizer.param_groups):
+        """Takes over which parameters the groups have now, unless the inner optimizer has local
+        ones."""
+        if self._to_put_back is None and not self._has_pairs_of(optimizer.param_groups):
             self._regroup(optimizer)
 
     def _has_pairs_of(self, groups: Sequence[GroupOptions]) -> bool:
@@ -171,13 +172,13 @@ class LocalShards:
     def _follow_state(self, optimizer: Any) -> bool:
         """Takes over what a program, or the optimizer's constructor, has changed in
         `optimizer.state` since state was shown. Returns True if something was changed."""
-        found = False
+        has_changed = False
         for param, local in self.every:
             entry = optimizer.state.get(param) or {}
             known = self._known.get(local)
             if is_unchanged(entry, known):
                 continue
-            found = True
+            has_changed = True
             before = {} if known is None else known[1]
             given = changed(entry, before)
             gone = [name for name in before if name not in entry]
@@ -188,7 +189,7 @@ class LocalShards:
             if known is not None:  # `show_state` shows again what was given
                 same = {n: v for n, v in known[2].items() if n in entry and n not in given}
                 self._known[local] = (entry, dict(entry), same)
-        return found
+        return has_changed
 
     def put(self, param: Any, name: str, value: Any) -> None:
         """Sets state `name` of `param` to `value`: of a tensor with the parameter's shape, this
@@ -266,12 +267,12 @@ class LocalShards:
             )
         if not self.residency.updating_parts:
             self.residency.settle()
-        if self._shown is not None:
+        if self._to_put_back is not None:
             return
         self.follow_groups(optimizer)
         has_changed = self._follow_state(optimizer)
         groups = optimizer.param_groups
-        self._shown = optimizer.state, [group["params"] for group in groups]
+        self._to_put_back = optimizer.state, [group["params"] for group in groups]
         for index, group in enumerate(groups):
             group["params"] = self.params_for_inner(index)
         optimizer.state = self.state
@@ -290,13 +291,13 @@ class LocalShards:
                 group.pop(COUNT, None)
             group.update(options)
         self.results = {}
-        if self._shown is None:
+        if self._to_put_back is None:
             return
         self.state = optimizer.state  # some optimizers bind another dict in a step
-        optimizer.state, params = self._shown
+        optimizer.state, params = self._to_put_back
         for group, group_params in zip(groups, params, strict=True):
             group["params"] = group_params
-        self._shown = None
+        self._to_put_back = None
         self.show_state(optimizer)
 
     def params_for_inner(self, index: int) -> list[torch.Tensor]:

@@ -206,6 +206,7 @@ class Residency:
         """Loads each part, queues its update, and stores it, in the order of the next forward."""
         runtime = self._runtime
         self._plan_order()
+        # Loads and updates follow what compute has queued, gradients among it.
         for role in (LOAD, UPDATE):
             runtime.wait(role, runtime.record(COMPUTE))
         for number, part in enumerate(self._order):
@@ -213,9 +214,10 @@ class Residency:
             runtime.wait(UPDATE, part.loaded)
             runtime.submit(UPDATE, functools.partial(update, part))
             part.updates.queued(part.unit, runtime.record(UPDATE))
-            runtime.wait(STORE, part.unit.updated)
+            runtime.wait(STORE, part.unit.updated)  # `queued` has set it
             runtime.submit(STORE, *(buffer.store for buffer in part.buffers))
             self._last_store = runtime.record(STORE)
+            # What is loaded next takes the memory of this part.
             runtime.wait(LOAD, self._last_store)
             self._release([part])
 
@@ -235,12 +237,14 @@ class Residency:
         self._order = order
 
     def _load(self, parts: Sequence[Part]) -> None:
+        """Loads parts that are not loaded yet."""
         for part in parts:
             if part.loaded is None:
                 self._runtime.submit(LOAD, *(buffer.load for buffer in part.buffers))
                 part.loaded = self._runtime.record(LOAD)
 
     def _release(self, parts: Sequence[Part]) -> None:
+        """Gives back the device memory of parts, on the role that takes it again."""
         for part in parts:
             part.loaded = None
             self._runtime.submit(LOAD, *(buffer.release for buffer in part.buffers))

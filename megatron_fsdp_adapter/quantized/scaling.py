@@ -54,8 +54,9 @@ class Scaling:
     trained: bool
 
     def record(self, outdated: bool) -> torch.Tensor:
-        """A copy of the state. outdated: whether the weight's bytes will be made again before they
-        are read."""
+        """A copy of the state, as the module's docstring describes a record.
+
+        outdated: whether the weight's bytes will be made again before they are read."""
         states = list(self._states())
         scales = torch.cat([scale for scale, _ in states])
         made = torch.full_like(scales, OUTDATED)
@@ -92,7 +93,7 @@ class Scaling:
             first += scale.numel()
         fields = self.param.__dict__
         fields.pop(NEXT, None)
-        made = float(record[1, WEIGHT])
+        made = float(record[1, WEIGHT])  # how the weight's bytes were made
         if math.isnan(made):
             self.forget()
         elif LAST in fields and made != OUTDATED:
@@ -159,8 +160,8 @@ def _product(init_meta: Any) -> int:
 
 
 def begin_scaling(module: nn.Module, recipe: Any) -> None:
-    """Makes the state of delayed scaling of TE's modules that have none, as their first forward
-    would, so that a load finds where it belongs; that forward keeps what is there."""
+    """Makes the state of delayed scaling of TE's modules that have none, so that a load can write
+    into it. Their first forward would make it, and keeps what is there."""
     child: Any
     for child in module.modules():
         init_metas = getattr(child, "param_init_meta", {}).values()
