@@ -1,20 +1,20 @@
-"""Megatron-LM's and Megatron-Bridge's own checkpoint code, where its `fsdp_dtensor` path stops.
+"""Wraps Megatron-LM's and Megatron-Bridge's checkpoint code where its `fsdp_dtensor` path stops.
 
-It saves and loads what the wrapper and the optimizer give it, which needs no help. Four things it
-does not do, and functions of it are wrapped for them:
+That code saves and loads the state dicts of the wrapper and the optimizer as they are. Functions of
+it are wrapped for what it does not do:
 
-- several model chunks of a rank (interleaved pipelines): it looks for one. They are merged, which
-  their global keys allow, before a save and a load, and taken apart again after a load;
-- the state of random generators, which it stores for each pipeline and tensor-parallel rank (with
-  `data_parallel_random_init` as many as there are data-parallel ranks), when there was no such rank
-  or another number of them: the generators of this run stay as they were seeded, and that is
-  printed;
-- another padded vocabulary: rows that are not padding are read;
-- an evaluation alone (`--skip-train`): the model is wrapped for it too.
+- Several model chunks of a rank (interleaved pipelines). It looks for one chunk. Here chunks are
+  merged before a save and a load, which their global keys allow, and taken apart after a load.
+- Generator states under another split. It stores one for each pipeline and tensor-parallel rank,
+  and with `data_parallel_random_init` one for each data-parallel rank too. If the checkpoint was
+  saved by other numbers of ranks, this run's generators stay as they were seeded, and that is
+  printed.
+- Another padded vocabulary. Rows that are not padding are read.
+- An evaluation alone (`--skip-train`). The model is wrapped for it too.
+- One error for all keys that the checkpoint lacks or has in another shape. Torch's names only the
+  first.
 
-And what a load asks for and the checkpoint does not have, or has in another shape, is one error
-that lists everything, where torch's names the first. Nothing is imported: a driver that is not
-loaded is not used.
+Nothing is imported: Megatron-LM and Megatron-Bridge are used if they are loaded.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ _RNG = "rng_state"
 
 
 _Asked = tuple[str, bool, int | None]
-"""Arguments of a call that reads a checkpoint: the folder, whether missing keys are an error, and
-the number of real tokens, None where it is not known."""
+"""A request to read a checkpoint: the folder, whether missing keys are an error, and
+the number of tokens without padding, None where it is not known."""
 
 
 _Found = tuple[bool, tuple[str, ...]]
-"""A rank's message to the others: whether the generator states that it asks for are stored, and the
-keys that are not, if that is allowed."""
+"""A rank's message to the others: whether all generator states that it asks for are stored, and
+its keys that are not stored, if missing keys are allowed."""
 
 
 def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
+    """The folder and options of a call of Megatron-LM's reader, from its arguments."""
     module: Any = sys.modules[LM]
     args = call["args"]
     wanted = SimpleNamespace(load=call["load_dir"], ckpt_step=getattr(args, "ckpt_step", None))
@@ -73,6 +74,7 @@ def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
 
 
 def _of_bridge(call: Mapping[str, Any]) -> _Asked:
+    """The folder and options of a call of Megatron-Bridge's reader, from its arguments."""
     module: Any = sys.modules[BRIDGE]
     folder = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
     if folder is None:
@@ -86,9 +88,9 @@ def _of_bridge(call: Mapping[str, Any]) -> _Asked:
 
 
 def merged_chunks(state: StateMapping) -> StateDict:
-    """`state` with what it has under "model0", "model1", ... under "model" instead.
+    """`state` with the chunks "model0", "model1", ... merged into one "model".
 
-    Raises ValueError if two chunks have a key in common: they were not made by our wrapper.
+    ValueError if two chunks have a key in common: they were not made by our wrapper.
     """
     chunks = [key for key in state if _CHUNK.fullmatch(key)]
     result = {key: value for key, value in state.items() if key not in chunks}
@@ -98,6 +100,7 @@ def merged_chunks(state: StateMapping) -> StateDict:
 
 
 def _preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Merges model chunks before Megatron prepares a state dict for a save or a load."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments["raw_state_dict"] = merged_chunks(call.arguments["raw_state_dict"])
     return original(*call.args, **call.kwargs)
@@ -109,6 +112,10 @@ def _load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Reads a checkpoint by Megatron's function. Before, all ranks compare it with the model, and
+    the state that is read replaces the one that was asked for; see the module's docstring.
+
+    asked_of: `_of_megatron_lm` or `_of_bridge`."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     wanted = call.arguments["sharded_state_dict"]
@@ -126,7 +133,7 @@ def _load(
             lambda: _prepared(wanted, folder, strict, vocab_size, rank),
             share=lambda result: result[1],
         )
-    seen = [found for found in every if found is not None]
+    seen = [message for message in every if message is not None]
     has_generators = all(is_stored for is_stored, _ in seen)
     if not has_generators:
         prepared.pop(_RNG, None)
@@ -170,7 +177,8 @@ load_of_bridge = functools.partial(_load, _of_bridge)
 
 
 def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict:
-    """The values that were read, with the model's dicts and the tensors that the caller gave."""
+    """The state that was read, in the form of `wanted`: with its model chunks, and in its tensors.
+    Generator states that were not read are those of `wanted`."""
     result = {key: value for key, value in state.items() if key != MODEL}
     for key in wanted:
         if key == MODEL or _CHUNK.fullmatch(key):
@@ -185,8 +193,8 @@ def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict
 def _prepared(
     wanted: StateMapping, folder: Path, strict: bool, vocab_size: int | None, rank: int
 ) -> tuple[StateDict, _Found]:
-    """The state to read in place of `wanted`, with containers of its own. ValueError lists what
-    does not fit."""
+    """The state to read in place of `wanted`, in new containers, and this rank's message to the
+    others. ValueError lists everything that does not fit."""
     metadata = folders.read_metadata(folder.parent, folder)
     asked = merged_chunks(wanted)
     if asked.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
@@ -204,7 +212,8 @@ def _prepared(
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:
-    """Number of generator states that are stored for a place: a list, by number."""
+    """The number of generator states in the stored list of a place, a pipeline and tensor-parallel
+    rank."""
     start = f"{_RNG}.{place}."
     numbers = {key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)}
     return len(numbers)

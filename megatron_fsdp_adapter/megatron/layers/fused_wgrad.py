@@ -1,10 +1,10 @@
-"""Fused weight gradients (`gradient_accumulation_fusion`): which modules write them, in the way
-that `wgrad_probe` has seen, and Megatron's GEMM for them where apex is missing.
+"""Fused weight gradients (`gradient_accumulation_fusion`): which modules write them and how, and a
+replacement for a missing apex.
 
-Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
-with the option, which is on by default, where apex is not installed: the output layer of every
-model is one of them, also of models made of Transformer Engine layers. Transformer Engine's matrix
-product, or torch's, is put in the place of a missing apex (`compat/table.py`).
+`wgrad_probe` tells how a module writes. Megatron's own linear layers call apex's
+`fused_weight_gradient_mlp_cuda`. Without apex they cannot be built with this option, which is on by
+default; and the output layer of every model is such a layer, also in models of Transformer Engine
+layers. So a missing apex is replaced by Transformer Engine's GEMM or torch's (`compat/table.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ def grad_writer(
     managed: ManagedParam,
     observe: Callable[[Any, torch.dtype, bool], Observed] | None,
 ) -> WgradProtocol:
-    """The protocol by which the gradient of `managed` is written, from the modules that hold it.
+    """The protocol by which the gradient of `managed` is written.
 
-    Only matrices are written by modules. Where the holders differ, all of them add to what was
-    zeroed; the engine adds what autograd has beside them.
+    It follows from the modules that hold the parameter. Modules write only gradients of matrices.
+    Where holders differ, all of them add to a zeroed bucket. The engine adds gradients that come
+    from autograd as well.
 
     Args:
-        observe: what a module with weights of a dtype, quantized or not, does to `main_grad`; None
-            without `gradient_accumulation_fusion`.
+        observe: returns what a module does to `main_grad`; takes the module, the dtype of its
+            weights, and True if they are quantized. None without `gradient_accumulation_fusion`.
 
     Raises:
         ValueError: a module that neither adds nor overwrites as its flag asks.
@@ -48,10 +49,10 @@ def grad_writer(
         if fuses(owner):
             seen = observe(owner, param.dtype, is_quantized)
             writers.add(_writer_that(seen, type(owner).__name__))
-    # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
-    # it with an attribute that is about the placeholder gradient, which is not made here. Of a
-    # pipeline it marks neither, but the copies: the last stage hands out its copy if it has it for
-    # multi-token prediction. That of the first stage loses nothing by it.
+    # The output layer writes the gradient of a tied embedding weight without holding it. Megatron
+    # marks such a weight by `zero_out_wgrad`. In a pipeline it marks only the copies, by
+    # `shared_embedding`: the last stage's output layer writes its copy if that is held for
+    # multi-token prediction. The first stage's copy has the mark too, which does no harm.
     is_copy = not writers and is_on(param, "shared_embedding")
     if is_copy or is_on(param, "zero_out_wgrad"):
         writers.add(WgradProtocol.ACCUMULATES)
@@ -70,17 +71,18 @@ FUSION_OPTIONS = (
     "_accumulate_into_main_grad",
     "gradient_accumulation_fusion",
 )
-"""Attributes of modules that are on if they fuse: of Transformer Engine's, of its operations, of
-Megatron's own."""
+"""Attributes that are on if a module fuses: of Transformer Engine's modules, of its operations, of
+Megatron's own modules."""
 
 
 def fuses(owner: Any) -> bool:
-    """True if a module writes weight gradients by itself."""
+    """True if a module writes weight gradients into `main_grad` by itself."""
     return any(is_on(owner, option) for option in FUSION_OPTIONS)
 
 
 def _writer_that(seen: Observed, name: str) -> WgradProtocol:
-    """The fastest protocol that modules of class `name` were seen to keep to."""
+    """The fastest protocol that modules of class `name` were seen to follow. ValueError if there is
+    none."""
     if seen.overwrites_in_backward:
         if seen.ignores_flag_under_hooks:
             return WgradProtocol.OVERWRITES_UNHOOKED
@@ -101,10 +103,10 @@ def accumulate_wgrad(
 ) -> None:
     """`main_grad += grad_output^T @ total_input`, summed in the dtype of `main_grad`.
 
-    Shapes: (tokens, inputs), (tokens, outputs), (outputs, inputs), all contiguous; the first two of
-    one dtype, of 2 bytes or 4; `main_grad` of any: where that is neither float32 nor theirs, the
-    product is rounded to theirs before it is added. In place of apex's
-    `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16`.
+    It replaces apex's `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16`. Shapes: (..., inputs),
+    (..., outputs), (outputs, inputs), all contiguous. The first two have the same dtype, of 2 or 4
+    bytes; `main_grad` has any. If that is neither float32 nor theirs, the product is rounded to
+    their dtype before it is added.
     """
     total_input = total_input.reshape(-1, total_input.shape[-1])
     grad_output = grad_output.reshape(-1, grad_output.shape[-1])
@@ -129,7 +131,8 @@ def accumulate_wgrad(
 
 
 def products(layers: Any, held: Any) -> Any:
-    """The GEMMs that Megatron's linear layers take from apex, or their replacement."""
+    """The GEMMs that Megatron's linear layers use: apex's if it is there, else `accumulate_wgrad`.
+    held: apex's module, or None."""
     if held:
         return held
     return SimpleNamespace(

@@ -1,11 +1,12 @@
 """CUDA graphs of layers: what core's options (`cuda_graph_impl="local"`) ask to be captured.
 
-Core captures a layer at the end of the first step, from outside of its hooks, and replays it in
-place of the call that they hang on. Here weights are gone at the end of a step, and hooks gather
-them. So core's managers are taken off the layers, and the layers' forwards, which run inside of the
-hooks, are captured instead (`graphs/layer_graphs.py`); the options stay core's. Handing core
-stable addresses, and running hooks around its runners, was turned down: its first replay of every
-layer follows a capture that no hook surrounds, and it has three ways to call a layer, by release.
+Core captures a layer at the end of the first step, without running its hooks, and replays the graph
+in place of the call that runs them. Here hooks gather the weights, which are gone at the end of a
+step. So core's managers are removed from the layers, and the layers' forwards, which run inside of
+the hooks, are captured instead (`graphs/layer_graphs.py`). The options stay core's.
+
+Rejected: to give core stable addresses and run hooks around its runners. Its first replay of every
+layer follows a capture that no hook surrounds, and releases call a layer in three different ways.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ..options.cuda_graphs import captures_layers, modules_asked_for
 
 _MANAGER = "cudagraph_manager"
 _PARTS = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
-"""Core's names of parts of layers, and the attributes that they are."""
+"""Core's name of a part of layers -> the layer's attribute that holds the part."""
 
 
 def layer_graphs(
     engine: FsdpEngine, module: nn.Module, config: Any, graphs: CudaGraphs | None = None
 ) -> LayerGraphs | None:
-    """The graphs of one wrapper's layers; None if its options ask for none. graphs: what captures;
-    by default the device's CUDA graphs."""
+    """The graphs of one wrapper's layers; None if its options ask for none. graphs: captures and
+    replays; by default CUDA graphs of the device."""
     if not captures_layers(config):
         return None
     take_off_managers(module)
@@ -52,17 +53,17 @@ def layer_graphs(
 
 
 def _shared_buffers() -> Iterable[torch.Tensor]:
-    """Buffers into which tensor-parallel ranks gather sequences: a longer one makes core replace
-    the buffer, whose address graphs have."""
+    """Core's buffers into which tensor-parallel ranks gather sequences. Graphs hold their
+    addresses, but core replaces a buffer when a longer sequence comes."""
     return get_global_memory_buffer().buffer.values()
 
 
 def forget_last_call(dispatchers: Iterable[Any]) -> None:
-    """Takes the autograd graph from what core's token dispatchers keep of their last call.
+    """Detaches the tensors that core's token dispatchers keep of their last call.
 
-    With it the nodes live on that add gradients to weights, of all layers below. Autograd would use
-    them again in a capture, and make that wait for the stream on which they were made, which CUDA
-    refuses."""
+    Otherwise these keep the autograd graph of all layers below, with the nodes that add gradients
+    to weights. Autograd would use those nodes again in a capture, and make it wait for the stream
+    on which they were made. CUDA refuses that."""
     for dispatcher in dispatchers:
         for name, value in vars(dispatcher).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -70,15 +71,18 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
 
 
 def captured_modules(module: nn.Module, asked: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules to capture, with their names. `asked`: core's names of parts of layers; none for
-    whole layers, of which those with experts, whose dispatch reads numbers of tokens on the host,
-    are captured up to their attention."""
+    """The modules to capture, with their names.
+
+    asked: core's names of parts of layers; empty for whole layers. A layer with experts is never
+    captured as a whole, because the dispatch of tokens reads their numbers on the host: then only
+    its attention is captured."""
     parts = set(asked)
     for name, layer in module.named_modules():
-        # Blocks and whole models are graphable too, for inference.
+        # Layers contain no other graphable module. Blocks and models do: they are graphable too,
+        # for inference.
         if not _is_graphable(layer) or sum(map(_is_graphable, layer.modules())) != 1:
             continue
-        # Tokens are dispatched in it: core's layers of experts hold a router.
+        # Core's layers of experts hold a router.
         has_experts = any(hasattr(child, "router") for child in layer.modules())
         if not parts and not has_experts:
             yield name, layer
@@ -92,24 +96,26 @@ def _is_graphable(module: nn.Module) -> bool:
 
 
 def _parts_of(layer: nn.Module, asked: set[str], has_experts: bool) -> Iterator[str]:
+    """Attributes of the layer's parts that are asked for, can be captured and have parameters."""
     for option, part in _PARTS.items():
         found = getattr(layer, part, None)
         if option not in asked or found is None or (part == "mlp" and has_experts):
             continue
-        if any(True for _ in found.parameters()):
+        if any(True for _ in found.parameters()):  # not an IdentityOp
             yield part
 
 
 def take_off_managers(module: nn.Module) -> None:
-    """Takes core's own graphs off the layers: core looks for the attribute in every call."""
+    """Removes core's own graphs from the layers. Core looks for this attribute in every call, and
+    without it calls the layer itself."""
     for layer in list(module.modules()):
         if _is_graphable(layer) and hasattr(layer, _MANAGER):
             delattr(layer, _MANAGER)
 
 
 def _generators() -> list[torch.Generator]:
-    """The generators of tensor-parallel ranks. RuntimeError if they are kept as copies of their
-    state, which cannot be switched between in a capture."""
+    """The generators of tensor-parallel ranks. RuntimeError if core keeps copies of generators'
+    states instead, which a capture cannot switch between."""
     states = get_cuda_rng_tracker().get_states()
     copies = sorted(name for name, one in states.items() if not isinstance(one, torch.Generator))
     if copies:

@@ -1,13 +1,14 @@
 """Core's schedule that overlaps the communication of experts (`overlap_moe_expert_parallel_comm`).
 
-It does not call the model. The model makes a plan of a microbatch (`build_schedule_plan`), which
-has *nodes*, parts of layers with a forward, a backward and, with `delay_wgrad_compute`, a backward
-of weights; core runs those of two microbatches in turn, some on a stream of its own. Here the nodes
-of each plan are watched: the engine is notified before a node reads a layer's weights, and when
-the layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
+This schedule does not call the model. The model makes a plan of a microbatch
+(`build_schedule_plan`). A plan consists of *nodes*: parts of layers with a forward, a backward and,
+with `delay_wgrad_compute`, a backward of weights. Core runs the nodes of two microbatches in turn,
+some of them on a second stream, that of communication. Here each node of a plan is wrapped: the
+engine is notified before a node reads a layer's weights, and after the layer's last node. Core is
+not changed; the model's method is replaced on the instance.
 
-A layer is one stage; two, where its experts are units of their own: those are gathered for the
-node that reads them, inside of the time that the rest of the layer is there.
+A layer is one stage. Where its experts are separate units it is two: the experts are gathered only
+for the node that reads them, while the rest of the layer stays gathered.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from .scheduled_pass import ScheduledPass
 
 BUILD = "build_schedule_plan"
 FIRST = ("pre_dispatch_computation", "attn")
-"""The node that a layer's forward begins with, and its backward ends with; one of these names."""
+"""Names of the node with which a layer's forward begins and its backward ends; one is there."""
 EXPERTS = "mlp"
 COMBINE = "moe_combine"
 PREDICTION = "mtp_post_process"
 NODES = (*FIRST, "moe_dispatch", EXPERTS, COMBINE, PREDICTION)
 ROUTED = "experts"
-"""The module whose weights, and no others, that node reads."""
+"""The module whose weights the node `EXPERTS` reads; it reads no others."""
 COMBINED_BY = "fc2_latent_proj"
-"""A module of experts that runs when their outputs are combined, on the stream of communication."""
+"""A module of experts that runs in the node `COMBINE`, on the stream of communication."""
 
 
 class _Node:
-    """A node of a plan, whose calls tell the passes when it runs.
+    """Wraps a node of a plan: tells the passes when it runs.
 
-    part: the number of its stage among the layer's. Keywords are explained at the attributes.
+    part: the number of the node's stage within its layer. Keywords are explained at the attributes.
     """
 
     def __init__(
@@ -61,16 +62,17 @@ class _Node:
     ) -> None:
         self._node = node
         self._passes = passes
-        # The first stage of its layer, and its own one, in the order of forwards.
+        # The first stage of its layer, and the node's own stage, in the order of forwards.
         self._layer_begins = sum(map(len, passes.layers[:layer]))
         self._stage = self._layer_begins + part
-        # Its stage in the order of backwards.
+        # The node's stage in the order of backwards. In both orders `part` counts from the layer's
+        # first stage: it is entered first and left last.
         self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
-        # True for the last one of its stage that reads weights, and that makes gradients.
+        # True if the node is the last of its stage that reads weights; and that makes gradients.
         self._ends_forward = ends_forward
         self._ends_backward = ends_backward
-        self._delays = delays  # gradients of weights come later
-        # The node on whose stream weights are waited for, where this one has another.
+        self._delays = delays  # `backward_dw` makes the gradients of weights
+        # A node on the stream that waits for weights; None if this node is on that stream itself.
         self._behind = behind
 
     def __getattr__(self, name: str) -> Any:
@@ -89,8 +91,8 @@ class _Node:
         passes.catch_up(passes.stages, self._node)
         with passes.backward.part_of(self._backward_stage):
             if self._behind is not None:
-                # The stream of communication waits for what the plan's event has seen, and the
-                # weights that it reads were gathered after that.
+                # The stream of communication waits for the plan's event, which was recorded before
+                # the weights were gathered. So it is recorded again.
                 self._node.event.record(_stream(self._behind))
             found = self._node.backward(*grads)
         self._after(done=not self._delays)
@@ -110,8 +112,10 @@ class _Node:
 
 
 class _Passes:
-    """Forward and backward of one plan. layers: the stages of each; the first one is entered first
-    and left last, in both directions."""
+    """Forward and backward of one plan.
+
+    layers: the stages of each layer. In both directions the first one is entered first and left
+    last. throughout: units that any node may read. foreign: see `_streams_follow`."""
 
     def __init__(
         self,
@@ -129,7 +133,8 @@ class _Passes:
         self.backward = ScheduledPass(engine, back, throughout, BACKWARD, self._streams_follow)
 
     def catch_up(self, stage: int, node: Any) -> None:
-        """Leaves the stages before this one, whose last reader may have run on the other stream."""
+        """Leaves the forward's stages before `stage` that are not left yet. Their last reader may
+        have run on the other stream: so this node's stream waits first."""
         behind = [number for number in range(stage) if self.forward.is_in(number)]
         if behind:
             node.event.wait(_stream(node))
@@ -137,8 +142,8 @@ class _Passes:
             self.forward.leave(number)
 
     def _streams_follow(self, units: Sequence[Unit]) -> None:
-        """Gradients that were made on the stream of communication are taken away by this one: their
-        memory must not be used again before that."""
+        """Keeps the memory of `foreign` parameters' gradients until the current stream is done with
+        them. They were made on the stream of communication, and this one takes them away."""
         for unit in units:
             for group in unit.trainable_groups:
                 for param in group.params:
@@ -154,8 +159,10 @@ def _stream(node: Any) -> Any:
 def watch_plans(
     module: nn.Module, engine: FsdpEngine, before: Callable[[], Callable[[], None] | None]
 ) -> None:
-    """Watches all plans that the model inside `module` makes. before: refers to what is called
-    before each. ValueError if it makes none."""
+    """Watches all plans that the model inside `module` makes. ValueError if the model makes none.
+
+    before: a weak reference to a function; it is called before each plan is made. `engine` and the
+    model are also held weakly, because the replaced method is an attribute of the model."""
     model = next((child for child in module.modules() if hasattr(child, BUILD)), None)
     if model is None:
         raise ValueError(
@@ -181,6 +188,8 @@ def watch_plans(
 
 
 def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
+    """Wraps the nodes of a plan. Units that only one stage reads belong to it; the others stay
+    gathered over the whole pass."""
     engine.to_unsharded()
     unit_of = {
         id(param): unit for unit in engine.units for group in unit.groups for param in group.params
@@ -224,7 +233,7 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
 
 
 def _combining(layer: nn.Module) -> nn.Module | None:
-    """The module that runs where outputs of experts are combined; None if the layer has none."""
+    """The layer's module that the node `COMBINE` runs; None if it has none."""
     for name, child in layer.named_modules():
         if name.endswith(COMBINED_BY):
             return child
@@ -232,7 +241,8 @@ def _combining(layer: nn.Module) -> nn.Module | None:
 
 
 def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[list[Unit]]:
-    """The units of a layer, and in a stage of their own those that only routed experts are in."""
+    """The stages of a layer: its units, and in a second stage the units that contain only routed
+    experts, if there are any."""
     routed: set[int] = set()
     for name, child in layer.named_modules():
         if name.rsplit(".", 1)[-1] == ROUTED:
@@ -250,12 +260,14 @@ def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[
 def _watch_layer(
     layer: Any, passes: _Passes, number: int, reads_to_combine: bool, has_parts: bool
 ) -> None:
+    """Wraps the nodes of a plan's layer. has_parts: its experts are a stage of their own."""
     nodes = {name: getattr(layer, name, None) for name in NODES}
     real = {name: node for name, node in nodes.items() if hasattr(node, "stream")}
     first = next(name for name in FIRST if name in real)
     last = next(name for name in (PREDICTION, COMBINE, EXPERTS) if name in real)
     delays = is_on(layer.config, DELAY)
-    # What is read on the stream of communication may still run then: `catch_up` leaves the stage.
+    # The node `COMBINE` reads on the stream of communication, and may still run when its call has
+    # returned: `catch_up` leaves the stage later.
     leaves_late = reads_to_combine and last == COMBINE
     for name, node in real.items():
         is_part = has_parts and name == EXPERTS

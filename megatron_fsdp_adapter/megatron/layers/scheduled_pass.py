@@ -1,14 +1,14 @@
-"""Passes that a schedule takes apart: it calls parts of the model by itself, each with an autograd
-graph of its own, and those of one microbatch's forward between those of another's backward.
+"""Passes of a schedule that calls parts of the model by itself. Each part has an autograd graph of
+its own, and parts of one microbatch's forward run between parts of another's backward.
 
-No hook of a module sees when a unit runs, and no gradient of an output when its backward
-begins: the schedule calls this class. A pass goes through *stages* in a fixed order, a stage
-being the units that some parts read; the units of the next stage are gathered meanwhile.
+Neither a module's hook nor the gradient of an output can tell when a unit runs. So the schedule
+calls this class. A pass goes through *stages* in a fixed order. A stage is a group of units that
+some parts read. While one stage runs, the units of the next one are gathered.
 
     forward of microbatch 2     stage 0     stage 1     stage 2
     backward of microbatch 1          stage 2     stage 1     stage 0
 
-Both passes may keep a unit at one time. It is resharded when neither does.
+Both passes may hold a unit at the same time. It is resharded when neither does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ScheduledPass:
         stages: in the order in which the pass goes through them; a unit is in one.
         throughout: units that any part may read.
         direction: FORWARD or BACKWARD.
-        before_grads: of a backward; called with units before their gradients are taken.
+        before_grads: called in a backward, with units, before their gradients are reduced.
     """
 
     def __init__(
@@ -44,19 +44,20 @@ class ScheduledPass:
         self._throughout = throughout
         self._is_backward = direction == BACKWARD
         self._before_grads = before_grads
-        # Numbers of stages. One is kept when it is entered, or gathered ahead.
-        self._kept: set[int] = set()
+        # Numbers of stages. A stage is held when it is entered, or gathered ahead.
+        self._held: set[int] = set()
         self._entered: set[int] = set()
         self._left: set[int] = set()
 
     @contextmanager
     def part_of(self, stage: int) -> Iterator[None]:
-        """A part that reads the stage's weights runs inside, on the current stream or behind it."""
+        """A context for running a part that reads the stage's weights. The part's work is on the
+        current stream, or waits for it."""
         engine = self._engine
         gather = engine.gather
-        if not self._kept:
+        if not self._held:  # the first part
             self._begin()
-        self._keep(stage)
+        self._hold(stage)
         self._entered.add(stage)
         read = [*self._throughout, *self._stages[stage]]
         for unit in read:
@@ -64,7 +65,7 @@ class ScheduledPass:
         following = stage + 1
         ahead = following < len(self._stages) and following not in self._left
         if ahead and gather.config.overlap_param_gather:
-            self._keep(following)
+            self._hold(following)
             for unit in self._stages[following]:
                 gather.launch_unshard(unit)
         if self._is_backward:
@@ -82,12 +83,14 @@ class ScheduledPass:
             engine.saved.leave(call)
 
     def is_in(self, stage: int) -> bool:
-        """True if the pass has come to the stage, and not left it."""
+        """True if a part of the stage has begun and the stage was not left."""
         return stage in self._entered and stage not in self._left
 
     def leave(self, stage: int) -> None:
-        """All parts of the stage have run: what reads its weights, and of a backward what makes
-        their gradients, is in front of the current stream. More than once is once."""
+        """Ends the stage: its units may be resharded, and a backward reduces their gradients.
+
+        The caller has made the current stream wait for all parts of the stage. Does nothing if the
+        stage is not entered, or already left."""
         if not self.is_in(stage):
             return
         self._left.add(stage)
@@ -111,8 +114,8 @@ class ScheduledPass:
             engine.in_flight += 1
         engine.gather.forward_follows = False
 
-    def _keep(self, stage: int) -> None:
-        if stage not in self._kept:
-            self._kept.add(stage)
+    def _hold(self, stage: int) -> None:
+        if stage not in self._held:
+            self._held.add(stage)
             for unit in self._stages[stage]:
                 self._engine.gather.hold(unit)

@@ -41,15 +41,16 @@ MARK = 4096.0
 
 @dataclass(frozen=True)
 class Observed:
-    """The observed behavior of modules of one class.
+    """The observed behavior of modules of one class. The flag is `overwrite_main_grad`.
 
-    adds: without a flag, they add to `main_grad`.
-    overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
-    add where it unsets it.
-    overwrites_in_forward: they overwrite where it was set before the forward, what the
-    `get_main_grad()` of that time returns.
-    ignores_flag_under_hooks: they see the flag of backward only where no hooks are on
-    what autograd saves: they ask the saved weight, which then has no attributes.
+    Attributes:
+        adds: without the flag they add to `main_grad`.
+        overwrites_in_backward: they overwrite if `get_main_grad()` sets the flag in backward, and
+            add if it unsets it.
+        overwrites_in_forward: they overwrite if the flag was set before the forward. They write
+            into the tensor that `get_main_grad()` returned in the forward.
+        ignores_flag_under_hooks: in backward they see the flag only if there are no hooks on saved
+            tensors: they read it from the saved weight, which hooks leave without attributes.
     """
 
     adds: bool
@@ -58,7 +59,7 @@ class Observed:
     ignores_flag_under_hooks: bool = False
 
     def __and__(self, other: Observed) -> Observed:
-        """The observations that hold for both."""
+        """The behavior that holds in both observations."""
         in_backward = self.overwrites_in_backward and other.overwrites_in_backward
         ignores_flag = self.ignores_flag_under_hooks or other.ignores_flag_under_hooks
         return Observed(
@@ -70,13 +71,16 @@ class Observed:
 
 
 UNKNOWN = Observed(adds=True)
-"""The observation of a class that cannot be made here: the contract of Megatron's DDP."""
+"""The behavior that is assumed of a class that cannot be probed: the contract of Megatron's DDP."""
 
 
 @dataclass(frozen=True)
 class ProbedPrecision:
-    """The precision that a model computes in: a name, equal for equal precisions, a context for
-    forwards, and one for making modules, whose weights are quantized in some."""
+    """A precision that a model computes in.
+
+    name: equal for equal precisions. context: for forwards. made: for making modules, whose weights
+    may be quantized.
+    """
 
     name: str
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
@@ -154,7 +158,7 @@ def observe(
     """Runs a module up to six times and looks at what became of `main_grad`. Leaves random states
     and Transformer Engine's histories as they were. No collectives.
 
-    dtype: of the weights; main_dtype: of `main_grad`. An error of the module is the caller's.
+    dtype: of the weights; main_dtype: of `main_grad`. Errors of the module are not caught.
     """
     devices = [device] if device.type == "cuda" else []
 
@@ -194,8 +198,11 @@ def _main_grads(
     in_backward: bool | None = None,
     in_forward: bool | None = None,
 ) -> list[torch.Tensor]:
-    """`main_grad` of every matrix after one forward and backward, with `fill` in it before. What
-    is not None is set on the module, then."""
+    """`main_grad` of every matrix after one forward and backward; before, all elements are `fill`.
+
+    in_backward, in_forward: the value of `overwrite_main_grad` at that time; None: it is not set.
+    After the forward `in_forward` puts the opposite flag and another tensor in place, so that only
+    what the forward has read counts."""
     with precision.made():
         module = maker.make(dtype=dtype, device=device)
     weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]
@@ -219,25 +226,26 @@ def _main_grads(
 
 
 def _hand_out(weight: Any, grad: torch.Tensor, overwrite: bool | None) -> torch.Tensor:
+    """`get_main_grad()` of a weight: sets the flag, unless it is None."""
     if overwrite is not None:
         weight.overwrite_main_grad = overwrite
     return grad
 
 
 def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:
-    """Nothing is left of the NaN that was there."""
+    """True if no NaN is left, with which the gradients were filled, and something was written."""
     is_overwritten = all(bool(grad.isfinite().all()) for grad in grads)
     return is_overwritten and _is_any(grads, 0.0)
 
 
 def _were_added_to(grads: Sequence[torch.Tensor]) -> bool:
-    """True if everything is near the mark that was there."""
+    """True if all elements are near `MARK`, which filled them, and something was added."""
     near = all(bool(((grad - MARK).abs() < MARK / 2).all()) for grad in grads)
     return near and _is_any(grads, MARK)
 
 
 def _is_any(grads: Sequence[torch.Tensor], nothing: float) -> bool:
-    """A gradient was written: something differs from `nothing`."""
+    """True if any element differs from `nothing`."""
     return any(bool((grad != nothing).any()) for grad in grads)
 
 
@@ -251,8 +259,10 @@ run."""
 
 @contextmanager
 def _te_histories_kept() -> Iterator[None]:
-    """Transformer Engine registers every module that ran under delayed scaling in tables of the
-    process, and updates all of them after each forward."""
+    """A context after which Transformer Engine's tables are what they were before.
+
+    TE registers every module that ran under delayed scaling in tables of the process, and updates
+    all of them after each forward: a probe's module would stay there."""
     try:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
     except ImportError:
@@ -272,7 +282,7 @@ def _te_histories_kept() -> Iterator[None]:
 
 
 def _copy_of_table(table: Any) -> Any:
-    """Tables hold lists that grow, of tensors that stay what they are."""
+    """A copy of a table and of the lists in it, which grow. The tensors in the lists are shared."""
     if isinstance(table, list):
         return list(table)
     copied = {}
@@ -294,9 +304,11 @@ def precisions_of(config: Any) -> tuple[ProbedPrecision, ...]:
 
 
 def quantized_precision(config: Any) -> ProbedPrecision | None:
-    """The precision of layers whose weights are quantized: the recipe of the model's config, and
-    nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
-    without a recipe."""
+    """The precision of layers whose weights are quantized: the recipe of the model's config; None
+    without a recipe.
+
+    No other precision is possible: Transformer Engine cannot fuse where it dequantizes weights
+    first."""
     asked = recipe_of(config)
     if asked is None:
         return None
@@ -311,8 +323,10 @@ def quantized_precision(config: Any) -> ProbedPrecision | None:
 
 
 def without_reductions(recipe: Any) -> Any:
-    """A recipe for FP8 without the only collective of a forward: ranks need not have the same
-    classes of modules. Core's subclasses cannot be made from their own fields."""
+    """The recipe without the reduction of maxima, the only collective of a forward: ranks need not
+    have the same classes of modules.
+
+    The recipe is copied because core's subclasses cannot be made from their own fields."""
     if not hasattr(recipe, "reduce_amax"):
         return recipe
     alone = copy.copy(recipe)
@@ -321,7 +335,7 @@ def without_reductions(recipe: Any) -> Any:
 
 
 def te_context(name: str, recipe: Any) -> AbstractContextManager[Any]:
-    """A context of Transformer Engine with a recipe."""
+    """Transformer Engine's context `name` with a recipe."""
     made = getattr(importlib.import_module("transformer_engine.pytorch"), name)
     context: AbstractContextManager[Any] = made(enabled=True, recipe=recipe)
     return context
@@ -335,7 +349,8 @@ def observed_once(
     main_dtype: torch.dtype,
     device_type: str,
 ) -> Observed:
-    """`observe` for a row of `MAKERS`, once in a process. What cannot be run is taken to add."""
+    """`observe` for a row of `MAKERS`, once per process. A module that fails is taken to add, with
+    a warning."""
     device = torch.device(device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -363,12 +378,13 @@ def observed(
     by_operations: frozenset[int] = frozenset(),
     hooks_inside: bool = False,
 ) -> Observed:
-    """The behavior of `owner`, with weights of (nominal) `dtype`, towards a `main_grad` of
-    `main_dtype` in every precision that it may compute in.
+    """The behavior of `owner` that holds in every precision in which it may compute.
 
-    precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
-    `read_by_operations`; these are taken to add. hooks_inside: hooks on what autograd saves are set
-    inside of units, where no engine sees them. ValueError where it cannot write into `main_dtype`.
+    Its weights have the (nominal) `dtype`, and `main_grad` has `main_dtype`. precisions: for
+    modules whose weights are not quantized; quantized: for others. by_operations: the result of
+    `read_by_operations`; these modules are taken to add. hooks_inside: hooks on saved tensors are
+    set inside of units, where the engine does not see them. ValueError if the module cannot write
+    gradients of `main_dtype`.
     """
     name = maker_name(type(owner))
     if name is None:
