@@ -40,16 +40,19 @@ from megatron_fsdp_adapter.core.dtensor.chunks import stored_alike
 class Writing:
     """A save that a thread is writing.
 
-    ranks: all of them, on a group that no other running save uses; asked: set by `finish`, which
-    raises the save's error. The future's thread deletes the files of a failed save.
+    future: the write; its thread deletes the files of a failed save. ranks: all ranks, for the
+    exchanges of `is_over` and `finish`. finish_called: set by `finish`, which raises the save's
+    error; the thread then does not print it.
     """
 
     future: Future[None]
     ranks: Coordinator
-    asked: threading.Event
+    finish_called: threading.Event
 
     def is_over(self, blocking: bool) -> bool:
-        """True if all ranks have written, the same on each. Collective; blocking: waits."""
+        """True if all ranks have written; every rank gets the same answer. Collective.
+
+        blocking: waits for this rank's write and returns True, without an exchange."""
         if blocking:
             concurrent.futures.wait([self.future])
             return True
@@ -60,20 +63,22 @@ class Writing:
     def finish(self) -> None:
         """Waits for the save. Collective; raises CheckpointError on every rank if it failed on
         any."""
-        self.asked.set()
+        self.finish_called.set()
         self.ranks.run("writing the checkpoint in the background", self.future.result)
 
 
 def _write(
-    stored: StateDict, writer: SafeWriter, ranks: Coordinator, asked: threading.Event
+    stored: StateDict, writer: SafeWriter, ranks: Coordinator, finish_called: threading.Event
 ) -> None:
-    """Writes a state; prints the error of a failed save, unless `asked` is set. Runs in the
-    thread, with no reference to the save's `Writing`: in a cycle with it the process group would
-    outlive `close`."""
+    """Writes a state; prints the error of a failed save, unless `finish_called` is set.
+
+    Runs in the thread, with no reference to the save's `Writing`. The future of a failed save holds
+    the error, and the error holds this frame: such a cycle would keep the process group alive
+    after `close`."""
     try:
         write(stored, writer, ranks)
     except BaseException as error:
-        if not asked.is_set():
+        if not finish_called.is_set():
             print(
                 f"{writer.checkpoint_id} was not saved: the background write failed "
                 f"({message_of(error)}). The previous checkpoint is kept",
@@ -95,7 +100,7 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
-        # On a group that no other collective uses.
+        # On a group of its own: the thread's collectives, and the exchanges of `save` and `start`.
         self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # Host memory of the last copy, by path in the state.
@@ -114,31 +119,41 @@ class AsyncSaver:
     ) -> None:
         """Starts `save_checkpoint` in the background; the state may change once this returns.
 
-        First waits for the previous save. The checkpoint becomes the newest one of `root` once it
-        is complete on all ranks; until then the previous one stays. Raises on every rank the errors
-        of `save_checkpoint` and of the previous save; nothing is then saved.
+        The arguments are those of `dcp.save_checkpoint`. First waits for the previous save. The new
+        checkpoint becomes the newest one of `root` once it is complete on all ranks; until then the
+        previous one stays the newest.
+
+        Raises on every rank the errors of `save_checkpoint` about arguments and state, and the
+        error of the previous save. In both cases this save is not started.
         """
         self.wait()
         root = Path(root)
         stored = begin_save(self.ranks, root, iteration, state, keep_last)
 
-        def writer() -> SafeWriter:
+        def new_writer() -> SafeWriter:
             return make_writer(root, iteration, keep_last, topology)
 
-        self._writing = self.start(stored, writer, self.ranks)
+        # `wait` finishes this save before the next one starts, so the thread's group is free then.
+        self._writing = self.start(stored, new_writer, finish_ranks=self.ranks)
 
     def start(
-        self, stored: StateMapping, make_writer: Callable[[], SafeWriter], ranks: Coordinator
+        self, stored: StateMapping, new_writer: Callable[[], SafeWriter], finish_ranks: Coordinator
     ) -> Writing:
-        """Copies a state, as torch DCP stores it, and starts writing it. For callers that check and
-        finish saves themselves: a second call overwrites the copy of the first. ranks: as in
-        `Writing`.
+        """Copies a state, as torch DCP stores it, and starts writing it.
+
+        For callers that check and finish saves themselves. A second call overwrites the copy of the
+        first, so its write must be over.
+
+        new_writer: called when all ranks have copied; a save without memory makes no writer.
+        finish_ranks: `Writing.ranks` of the result. They need a group of their own, other than that
+        of `self.ranks`, if `is_over` or `finish` may be called while the thread writes: the thread
+        uses that of `self.ranks`.
 
         Raises on every rank if a rank has no memory for the copy; nothing is then written."""
         copied, _ = self.ranks.run("copying the state", lambda: host_copy(stored, self._buffers))
-        asked = threading.Event()
-        future = self._thread.submit(_write, copied, make_writer(), self.ranks, asked)
-        return Writing(future, ranks, asked)
+        finish_called = threading.Event()
+        future = self._thread.submit(_write, copied, new_writer(), self.ranks, finish_called)
+        return Writing(future, finish_ranks, finish_called)
 
     @property
     def busy(self) -> bool:
@@ -165,7 +180,8 @@ class AsyncSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error on this rank alone the other ranks would not join the exchange.
+        # After an error on this rank alone the other ranks would not join the exchange of `close`:
+        # only this rank's write is waited for, and its own error is not raised over the first.
         if kind is None:
             self.close()
         elif self._writing is not None:
@@ -176,8 +192,8 @@ def host_copy(state: StateMapping, buffers: dict[str, torch.Tensor]) -> StateDic
     """The state with a host copy of every tensor and a deep copy of all other values. A DTensor
     becomes a plain tensor that torch DCP stores as it would store the DTensor.
 
-    buffers: memory of the last copy by path, which is used again; what this state does not use is
-    freed."""
+    buffers: memory of the last copy, by path in the state. It is used again where shape and dtype
+    are the same; the rest of it is freed."""
     before = dict(buffers)
     buffers.clear()
 

@@ -30,7 +30,7 @@ _KINDS: tuple[type[Exception], ...] = (FileNotFoundError, ValueError, Checkpoint
 class Coordinator:
     """The ranks that save or load together.
 
-    group: a process group whose tensors live on the CPU; rank, size: this process in it.
+    group: a process group with a CPU backend; rank: of this process in it; size: of the group.
     """
 
     group: dist.ProcessGroup
@@ -89,7 +89,7 @@ def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator
         )
     chosen = dist.group.WORLD if group is None else group
     temporary = not _has_cpu_backend(chosen)
-    if temporary or chosen is None:
+    if temporary or chosen is None:  # None only for the type checker
         chosen = dist.new_group(backend="gloo")
     try:
         yield Coordinator.of(chosen)
@@ -103,6 +103,7 @@ def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
 
 
 def _kind_of(error: BaseException) -> int:
+    """The index in `_KINDS` of the error that ranks raise for `error`."""
     for i, kind in enumerate(_KINDS):
         if isinstance(error, kind):
             return i
@@ -129,6 +130,7 @@ def _by_ranks(messages: Mapping[int, str]) -> list[str]:
 
 
 def _report(stage: str, messages: Mapping[int, str], size: int) -> str:
+    """The message of the common error: the message itself if all `size` ranks have the same."""
     different = set(messages.values())
     if len(different) == 1 and len(messages) == size:
         return different.pop()

@@ -52,7 +52,8 @@ PathLike = str | os.PathLike[str]
 class _Opened:
     """A checkpoint opened by this rank.
 
-    keys: the general keys that it loads; stored: the state to read them into."""
+    stored: the state to read into, as `to_stored` returns it; mismatch: its differences from the
+    checkpoint; keys: its `general_keys`, () if it is unusable."""
 
     folder: Path
     iteration: int
@@ -231,6 +232,8 @@ def _check_call(root: Path, iteration: int, state: StateMapping, keep_last: int 
 def _open(
     root: Path, iteration: int | None, state: StateMapping, rank: int, vocab_size: int | None
 ) -> _Opened:
+    """Opens the checkpoint and compares this rank's state with it. Differences are returned, so
+    that one error can list those of all ranks."""
     stored = to_stored(state, rank, is_loading=True)
     number = folders.read_tracker(root) if iteration is None else iteration
     folder, metadata = folders.open_checkpoint(root, number)
@@ -249,7 +252,10 @@ def _mismatch_of_all(
     summaries: Sequence[_Summary | None],
     ignored: tuple[str, ...],
 ) -> Mismatch:
-    """The mismatches of all ranks, and the keys that no rank loads; the same on every rank."""
+    """The mismatches of all ranks, and the keys that no rank loads; the same on every rank.
+
+    summaries: of all ranks, in rank order. ignored: prefixes of keys that need not be loaded. One
+    exchange if keys differ. Raises ValueError if ranks have opened different iterations."""
     newest, digests, mismatches = zip(*filter(None, summaries), strict=True)
     if len(set(newest)) > 1:
         raise ValueError(
@@ -258,11 +264,11 @@ def _mismatch_of_all(
         )
     general: set[str] = set(opened.keys)
     if len(set(digests)) > 1:
-        # One rank sends each different set of keys; most ranks have the same set.
+        # Only the first rank with a set of keys sends it; most ranks have the same set.
         _, digest, _ = opened.summary()
-        speaks = digests.index(digest) == ranks.rank
-        mine = opened.keys if speaks else ()
-        _, sent = ranks.run("comparing keys", lambda: mine, share=tuple)
+        is_sender = digests.index(digest) == ranks.rank
+        to_send = opened.keys if is_sender else ()
+        _, sent = ranks.run("comparing keys", lambda: to_send, share=tuple)
         general = {key for keys in sent for key in keys or ()}
     merged = merge(mismatches)
     if merged.unusable:

@@ -21,8 +21,8 @@ ALGORITHM = "crc32"
 _PIECE = 4 << 20
 
 Progress = Callable[[int, int], object]
-"""Called, from several threads, with what was done since its last call, such as bytes, and with the
-total."""
+"""Called, from several threads, with the amount done since its last call (such as bytes), and with
+the total."""
 
 
 def silent(done: int, total: int) -> None:
@@ -36,9 +36,9 @@ FileDigest = tuple[int, int]
 class DigestingFile:
     """A file that is written sequentially and keeps the CRC of what was written.
 
-    Closing forces it to disk. It has the file methods that `torch.save` calls. The first OSError is
-    raised again on leaving the `with` block: torch.save goes on to write the end of its archive,
-    and its own error would not mention a full disk.
+    Leaving the `with` block forces the file to disk. It has the file methods that `torch.save`
+    calls. The first OSError is raised again on leaving the block: torch.save goes on to write the
+    end of its archive, and its own error would not mention a full disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,8 @@ def check_bytes(path: Path, content: bytes) -> None:
 def problem_of(
     path: Path, digest: FileDigest, advance: Callable[[int], object] = lambda _: None
 ) -> str:
-    """The damage of a file: a line, empty for none. That it cannot be read is damage too."""
+    """One line about the damage of a file; empty if it has none. A file that is missing or cannot
+    be read is damaged too."""
     if not path.is_file():
         return f"{path.name}: missing"
     size = path.stat().st_size
@@ -160,7 +161,8 @@ def problem_of(
 def check_folder(
     folder: Path, files: Mapping[str, FileDigest], progress: Progress = silent, jobs: int = 1
 ) -> list[str]:
-    """Problems of all files, `jobs` at a time (reading and digesting release Python's lock)."""
+    """The damage of all files, a line each. Checks `jobs` files at a time, in threads: reading and
+    digesting release Python's lock."""
     total = sum(size for size, _ in files.values())
 
     def check(name: str) -> str:

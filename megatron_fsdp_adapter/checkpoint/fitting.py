@@ -26,14 +26,14 @@ _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(w
 def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
     """Changes a nested state in place to what can be read from a checkpoint.
 
-    A scaling record that the checkpoint does not have is removed, and one of another length is
-    replaced by a tensor of the stored length. A vocabulary table of another length than the stored
-    one, or its optimizer state, is replaced by a view of the rows that both have; its other rows
-    keep their values.
+    - A scaling record that the checkpoint does not have is removed.
+    - A scaling record of another length is replaced by a tensor of the stored length.
+    - A vocabulary table of another length than the stored one, or its optimizer state, is replaced
+      by a view of the rows that both have. Its other rows keep their values.
 
-    vocab_size: number of real rows; a table that is shorter on either side is not changed, and is a
-    mismatch, as is every table of another length with None. Raises ValueError unless it is positive
-    or None.
+    vocab_size: number of real rows. If either table has fewer rows, or if this is None, the table
+    is not changed; `compare` then reports its length. Raises ValueError unless it is positive or
+    None.
     """
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
@@ -47,7 +47,7 @@ def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
             continue
         size = saved.size
         if getattr(value, "shape", ())[1:] != size[1:]:
-            continue
+            continue  # `compare` reports it
         if is_scaling and size != value.shape:
             holder[name] = torch.empty(size, device=value.device)
         elif vocab_size is not None and isinstance(value, DTensor) and is_table(key):

@@ -16,8 +16,9 @@ the other's folder, and the other's save raises. There is no exclusive lock: a j
 keep its replacement from saving.
 
 A file that replaces another, such as the tracker, is first written beside it under a temporary
-name of its own. No save deletes such a file of another; else each of two jobs could stop the other,
-one by the file, one by the folder. A process that is killed meanwhile leaves it: a few bytes.
+name of its own. No save deletes such a file of another job. Otherwise two jobs could stop each
+other: one takes the folder, the other deletes the file. A process that is killed meanwhile leaves
+the file: a few bytes.
 """
 
 from __future__ import annotations
@@ -159,10 +160,10 @@ def publish_without_tracker(temporary: Path, folder: Path) -> None:
 
 
 def _tidy(root: Path, iteration: int, keep_last: int | None) -> None:
-    """Deletes stale folders.
+    """Deletes the stale folders of `publish`.
 
-    A checkpoint of up to this iteration that a killed save left under its replaced name alone is
-    complete. It first gets its own name again."""
+    A killed save may have left a complete checkpoint of up to this iteration under its replaced
+    name only. That one first gets its own name again."""
     for path in list(root.iterdir()):
         prefix, number = _parsed(path)
         if prefix == REPLACED and number is not None and number <= iteration and _is_taken(path):
@@ -182,8 +183,8 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
 
     Stale are a replaced checkpoint, folders of killed saves of earlier iterations, and with
     `keep_last` every complete checkpoint except this one and the keep_last - 1 nearest before it.
-    Of a link the link alone is removed. A folder that cannot be deleted is a warning, because the
-    new checkpoint is complete by then.
+    Of a link only the link is removed, never its target. A folder that cannot be deleted is a
+    warning, because the new checkpoint is complete by then.
     """
     # The tracker's text is on disk first: a full disk must not leave a checkpoint without it.
     with replacing(root / TRACKER) as tracker:
@@ -254,7 +255,7 @@ def open_checkpoint(root: Path, iteration: int) -> tuple[Path, Metadata]:
 
 
 def find_folder(root: Path, iteration: int) -> Path:
-    """The folder of `open_checkpoint`, of which only the format is checked."""
+    """The folder that `open_checkpoint` would open. Only its format is checked."""
     if not root.is_dir():
         raise FileNotFoundError(f"checkpoint folder {root} does not exist. Check the load path")
     folder = final_folder(root, iteration)
@@ -282,6 +283,7 @@ def half_written(root: Path) -> tuple[str, ...]:
 
 
 def _is_half(path: Path) -> bool:
+    """True for a temporary folder, and for a final one without .metadata."""
     prefix, number = _parsed(path)
     if number is None or prefix == REPLACED:
         return False
@@ -391,6 +393,7 @@ def read_metadata(root: Path, folder: Path) -> Metadata:
 
 
 def _remedy(root: Path) -> str:
+    """The end of an error's text: the checkpoints of `root` that can be loaded instead."""
     complete = complete_iterations(root)
     broken = half_written(root)
     if complete:
@@ -404,6 +407,7 @@ def _remedy(root: Path) -> str:
 
 
 def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
+    """The folders that `publish` deletes after a save of `iteration`."""
     leftovers = []
     for path in root.iterdir():
         prefix, number = _parsed(path)
@@ -438,6 +442,7 @@ def _remove(path: Path) -> None:
 
 
 def _unless_gone(_: Any, __: str, info: Any) -> None:
+    """The error handler of `shutil.rmtree`: raises the error unless something is gone already."""
     if not isinstance(info[1], FileNotFoundError):
         raise info[1]
 

@@ -90,7 +90,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """The record of a checkpoint folder; None if it has none.
 
     Raises ValueError if the file is damaged, or if its format version is newer than
-    `FORMAT_VERSION`.
+    `FORMAT_VERSION` or no integer.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -100,13 +100,13 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         version = values["format_version"]
         saved_by = dict(values.get("versions", {}))
         dict(values.get("topology", {}))  # must be a table too
-        by = saved_by.get("megatron_fsdp_adapter", "an unknown release")
+        release = saved_by.get("megatron_fsdp_adapter", "an unknown release")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if isinstance(version, int) and version <= FORMAT_VERSION:
         return values
     raise ValueError(
-        f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {by}; this "
-        f"release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "
+        f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {release}; "
+        f"this release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "
         f"{FORMAT_VERSION}. Load it with that release, or a newer one"
     )

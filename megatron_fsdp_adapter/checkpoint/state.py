@@ -22,10 +22,10 @@ from megatron_fsdp_adapter.core.dtensor.chunks import lacks_chunks, tile
 _ANY_RANK = ".rank_*"
 
 StateMapping = Mapping[str, Any]
-"""Of a program, nested; or as stored, flat."""
+"""A state that is only read: a program's (nested), or a stored one (flat)."""
 
 StateDict = dict[str, Any]
-"""A state that is made here."""
+"""A state whose containers belong to this package."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def compare(leaves: StateMapping, metadata: Metadata) -> Mismatch:
     """Differences of this rank's leaves from the stored ones; `unexpected` stays empty."""
     missing = []
     different = []
-    whole: dict[Any, bool] = {}  # tensors that are cut alike share their list of blocks
+    # By cut, `_is_whole`, computed once: tensors that are cut alike share their list of blocks.
+    whole: dict[Any, bool] = {}
     for key, leaf in leaves.items():
         entry = metadata.state_dict_metadata.get(key)
         if entry is None:
@@ -159,6 +160,7 @@ def compare(leaves: StateMapping, metadata: Metadata) -> Mismatch:
 
 
 def _cut(entry: TensorStorageMetadata) -> tuple[int, torch.Size]:
+    """A key for the way a stored tensor is cut into blocks, valid while `entry` exists."""
     return id(entry.chunks), entry.size
 
 
@@ -193,6 +195,7 @@ def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
 
 
 def _restored(loaded: Any, value: Any, rank: int) -> Any:
+    """`from_stored` of one value. value: its original."""
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
@@ -222,17 +225,18 @@ def _bad_keys(value: Any, path: str) -> list[str]:
     bad = []
     if isinstance(value, Mapping):
         bad += [f"{path}{key!r}" for key in value if not isinstance(key, str)]
-        inside = list(value.items())
+        children = list(value.items())
     elif isinstance(value, list):
-        inside = list(enumerate(value))
+        children = list(enumerate(value))
     else:
         return []
-    for key, entry in inside:
+    for key, entry in children:
         bad += _bad_keys(entry, f"{path}{key}.")
     return bad
 
 
 def _unusable(leaf: Any) -> str:
+    """The reason why a leaf cannot be stored or loaded in place; empty if it can."""
     if not isinstance(leaf, torch.Tensor):
         return ""
     if leaf.is_meta:
@@ -246,11 +250,13 @@ def _unusable(leaf: Any) -> str:
 
 
 def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
-    has_tensor = isinstance(stored, TensorStorageMetadata)
-    if has_tensor != isinstance(leaf, torch.Tensor):
-        kind = "a tensor" if has_tensor else "an object"
+    """The difference of a leaf from its stored entry; empty if there is none. whole: `_is_whole`,
+    by `_cut`."""
+    is_tensor = isinstance(stored, TensorStorageMetadata)
+    if is_tensor != isinstance(leaf, torch.Tensor):
+        kind = "a tensor" if is_tensor else "an object"
         return f"stored as {kind}, wanted as the other kind"
-    if not has_tensor:
+    if not is_tensor:
         return ""
     if stored.size != leaf.size():
         return f"stored with shape {tuple(stored.size)}, wanted with {tuple(leaf.size())}"

@@ -155,8 +155,9 @@ def exact_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Writes the items. The data of a result is the place of its item, and the CRC of the file up
-    to its end, which the coordinator takes out (`with_shared_parts`)."""
+    """Writes the items into a file. The `storage_data` of a result is a pair: the item's place in
+    the file, as in torch, and the CRC of the file up to the item's end. The coordinator removes
+    the CRC (`with_shared_parts`)."""
     if not items:
         return []
     results = []
@@ -189,8 +190,8 @@ def _no_checksums() -> Iterator[None]:
 def with_shared_parts(
     metadata: Metadata, results: list[list[WriteResult]]
 ) -> list[list[WriteResult]]:
-    """Replaces equal parts of `metadata`, in place, and of `results` by one object, and returns the
-    results without digests.
+    """The results without digests. Equal parts of them and of `metadata` become one object;
+    `metadata` is changed in place.
 
     Pickle writes an object once but equal objects each time, so this makes the metadata of many
     ranks smaller and faster to write. Properties that only newer torch reads are dropped."""
@@ -205,10 +206,10 @@ def with_shared_parts(
         if isinstance(entry, TensorStorageMetadata):
             cut = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
             if cut not in cuts:
-                cuts[cut] = [ChunkStorageMetadata(once(at), once(size)) for at, size in cut]
-            made = portable(entry.properties)
-            kind = kinds.setdefault(made.state(), made)
-            shared = TensorStorageMetadata(kind, entry.size, cuts[cut])
+                cuts[cut] = [ChunkStorageMetadata(once(start), once(size)) for start, size in cut]
+            own = portable(entry.properties)
+            properties = kinds.setdefault(own.state(), own)
+            shared = TensorStorageMetadata(properties, entry.size, cuts[cut])
             metadata.state_dict_metadata[key] = shared
 
     def without_digest(result: WriteResult) -> WriteResult:
@@ -222,10 +223,11 @@ def with_shared_parts(
 
 
 def _file_digests(results: list[list[WriteResult]]) -> dict[str, digests.FileDigest]:
-    """Digests of the data files, from the results of their items: the last of a file has its."""
+    """Digests of the data files. The result of a file's last item has the digest of the file."""
     found = {}
     for part in results:
         for result in part:
             info, crc = result.storage_data
+            # A file's results are in written order, so the last item replaces the others.
             found[info.relative_path] = info.offset + info.length, crc
     return found

@@ -8,7 +8,7 @@
     load_training_state(chunks, state, optimizer)
 
 These are the keys that Megatron-LM writes with `--ckpt-format fsdp_dtensor`, described in
-`checkpoint.names`.
+`state/names.py`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ def merged(states: Iterable[StateMapping]) -> StateDict:
 
 
 def load_model_state(chunks: Sequence[Any], state: StateMapping, strict: bool = True) -> None:
-    """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights. Raises a
-    ValueError that lists missing keys and, if `strict`, keys that no chunk has."""
-    own = [chunk.checkpoint_keys() for chunk in chunks]
+    """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights.
+
+    Raises ValueError for values of a wrong shape and, if `strict`, for missing keys and for keys
+    that no chunk has. Scaling records are optional."""
+    keys_of_chunks = [chunk.checkpoint_keys() for chunk in chunks]
     if strict:
-        unknown = set(state).difference(*own)
-        required = sorted(key for key in unknown if not key.endswith(FP8_SCALING))
-        if required:
-            raise ValueError(f"no model chunk of this rank has {', '.join(required)}")
-    for chunk, keys in zip(chunks, own, strict=True):
+        homeless = set(state).difference(*keys_of_chunks)
+        unknown = sorted(key for key in homeless if not key.endswith(FP8_SCALING))
+        if unknown:
+            raise ValueError(f"no model chunk of this rank has {', '.join(unknown)}")
+    for chunk, keys in zip(chunks, keys_of_chunks, strict=True):
         mine = {key: value for key, value in state.items() if key in keys}
         chunk.load_state_dict(mine, strict=strict)
 
@@ -76,7 +78,8 @@ def training_state(
 def load_training_state(
     chunks: Sequence[Any], state: StateMapping, optimizer: Any | None = None
 ) -> None:
-    """Loads a `training_state` and refreshes every compute weight."""
+    """Copies a (loaded) `training_state` into chunks and optimizer, and refreshes every compute
+    weight. Raises as `load_model_state` does."""
     load_model_state(chunks, state[MODEL])
     if optimizer is not None:
         optimizer.load_state_dict(dict(state[OPTIMIZER]))

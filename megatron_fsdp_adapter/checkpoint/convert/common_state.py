@@ -3,7 +3,7 @@ iteration, scheduler, the optimizer's parameter groups.
 
     common.pt                  a file of its own (core 0.16.1)
     common_state/shard_0_1     an object among the others (core 0.19)
-    metadata.json              names and versions of the formats: of both parts, or of the tensors'
+    metadata.json              names and versions of the formats, perhaps without this state's
 
 Every supported core reads the file, so a conversion writes the file.
 """
@@ -43,7 +43,7 @@ def check_config(folder: DcpFolder) -> None:
         found = {}
     wrong = []
     for name, known in BACKENDS.items():
-        is_optional = name.startswith("common_") and _is_object(folder)
+        is_optional = name.startswith("common_") and _has_object(folder)
         if is_optional and name not in found:
             continue
         value = found.get(name)
@@ -55,7 +55,7 @@ def check_config(folder: DcpFolder) -> None:
 
 def has_common(folder: DcpFolder) -> bool:
     """True if the folder has a common state in either form."""
-    return (folder.folder / COMMON).is_file() or _is_object(folder)
+    return (folder.folder / COMMON).is_file() or _has_object(folder)
 
 
 def load_common(folder: DcpFolder) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def load_common(folder: DcpFolder) -> dict[str, Any]:
     file = folder.folder / COMMON
     if file.is_file():
         where = str(file)
-        common = _of_file(file, folder.trusted)
-    elif _is_object(folder):
+        common = _read_file(file, folder.trusted)
+    elif _has_object(folder):
         where = f"{folder.folder}: {OBJECT}"
         common = folder.object(OBJECT)
         if isinstance(common, list) and len(common) == 1:
-            common = common[0]
+            common = common[0]  # core stores objects in lists of one
     else:
         raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
     if isinstance(common, bytes):
@@ -81,11 +81,12 @@ def load_common(folder: DcpFolder) -> dict[str, Any]:
     return common
 
 
-def _is_object(folder: DcpFolder) -> bool:
+def _has_object(folder: DcpFolder) -> bool:
+    """True if the common state is an object among the others."""
     return OBJECT in folder.metadata.state_dict_metadata
 
 
-def _of_file(path: Path, trusted: bool) -> Any:
+def _read_file(path: Path, trusted: bool) -> Any:
     with damage_of(str(path)), path.open("rb") as file:
         if trusted:
             return torch.load(file, map_location="cpu", weights_only=False)

@@ -40,8 +40,10 @@ FORMATS = tuple(_READ_AND_CONTENTS)
 def open_state(
     path: Path, iteration: int | None = None, weights_only: bool = False, trusted: bool = True
 ) -> tuple[DcpFolder, TrainingState]:
-    """The folder at `path`, and its state with lazy tensors. weights_only: without optimizer,
-    scheduler and RNG. trusted: as in `DcpFolder`. Raises FileNotFoundError or ValueError."""
+    """The folder at `path`, and its state with lazy tensors.
+
+    weights_only: leave out optimizer, scheduler and RNG. trusted: as in `DcpFolder`. Raises
+    FileNotFoundError or ValueError; the message has the path."""
     with _naming(path):
         folder = DcpFolder.open(path, iteration, trusted)
         return folder, state_of(folder, weights_only)
@@ -77,7 +79,7 @@ def convert(
     ValueError before writing anything if the input cannot be converted or the target exists, and
     ValueError while writing if data files are damaged.
     """
-    _check_known(target_format)
+    _check_format(target_format)
     _check_target(target)
     opened, state = open_state(source, iteration, weights_only)
     with _naming(source):
@@ -88,9 +90,9 @@ def convert(
             )
         _, contents_of = _READ_AND_CONTENTS[target_format]
         contents = contents_of(state, state.style)
-        described = opened.folder / RUN_CONFIG  # Megatron-Bridge builds the model by it
-        if described.is_file():
-            copied = {RUN_CONFIG: functools.partial(shutil.copyfile, described)}
+        run_config = opened.folder / RUN_CONFIG  # Megatron-Bridge builds the model by it
+        if run_config.is_file():
+            copied = {RUN_CONFIG: functools.partial(shutil.copyfile, run_config)}
             contents = replace(contents, files={**contents.files, **copied})
         folder = folders.final_folder(target, state.iteration)
         temporary = folders.prepare_folder(folder)
@@ -125,7 +127,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_known(name: str) -> None:
+def _check_format(name: str) -> None:
     """Raises ValueError unless `name` is one of `FORMATS`."""
     if name == "huggingface":
         raise ValueError(
@@ -138,6 +140,7 @@ def _check_known(name: str) -> None:
 
 
 def _check_target(target: Path) -> None:
+    """Raises ValueError unless `target` is new or an empty folder."""
     if os.path.lexists(target) and not target.is_dir():
         what = "a link that leads nowhere" if target.is_symlink() else "a file"
         raise ValueError(f"{target} is {what}. Name a new folder for the result")

@@ -94,9 +94,9 @@ class DcpFolder:
     def open(cls, path: Path, iteration: int | None = None, trusted: bool = True) -> DcpFolder:
         """Opens the folder at `path`. Raises FileNotFoundError if there is none, ValueError if it
         is half-written or not one of DCP's."""
-        found = detect_format(path, iteration)
+        format_name = detect_format(path, iteration)
         root, number = folders.locate(path, iteration)
-        if found == TORCH_DIST:
+        if format_name == TORCH_DIST:
             folder = folders.final_folder(root, number)
             metadata = folders.read_metadata(root, folder)
         else:
@@ -107,7 +107,7 @@ class DcpFolder:
                 f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
                 "than this converter supports (1). Update torch and megatron_fsdp_adapter"
             )
-        return cls(folder, number, found, metadata, trusted)
+        return cls(folder, number, format_name, metadata, trusted)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class DcpFolder:
         return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
 
     def pieces(self, key: str) -> int:
-        """The number of stored chunks of a tensor."""
+        """The number of stored chunks of a tensor; 1 for an object."""
         stored = self.metadata.state_dict_metadata[key]
         if isinstance(stored, TensorStorageMetadata):
             return len(stored.chunks)
@@ -163,9 +163,9 @@ class DcpFolder:
                 if common is None:
                     continue
                 filled.append(common)
-                at, sizes = common
-                source = _slices(_minus(at, chunk[0]), sizes)
-                target = _slices(_minus(at, offsets), sizes)
+                start, sizes = common
+                source = _slices(_minus(start, chunk[0]), sizes)
+                target = _slices(_minus(start, offsets), sizes)
                 out[target].copy_(self._chunk(key, chunk)[source])
             if not tile(wanted, filled):
                 raise ValueError(
@@ -176,10 +176,11 @@ class DcpFolder:
         return LazyTensor(tuple(stored.size), stored.properties.dtype, fill)
 
     def object(self, key: str) -> Any:
-        """The object under `key`. ValueError if it cannot be read."""
+        """The object under `key`. Raises ValueError if it cannot be read."""
         return self._load(MetadataIndex(key), weights_only=False)
 
     def _chunk(self, key: str, chunk: Box) -> torch.Tensor:
+        """The stored chunk of `key` at the offsets and of the sizes `chunk`."""
         index = MetadataIndex(key, torch.Size(chunk[0]))
         if self._kept is None or self._kept[0] != index:
             self._kept = None  # first, so that two are never in memory
@@ -193,6 +194,7 @@ class DcpFolder:
         return self._kept[1]
 
     def _load(self, index: MetadataIndex, weights_only: bool) -> Any:
+        """The stored value of `index`, unpickled as `trusted` says unless it is `weights_only`."""
         info = self.metadata.storage_data[index]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(
@@ -209,7 +211,8 @@ class DcpFolder:
 
 @contextmanager
 def damage_of(what: str) -> Iterator[None]:
-    """Replaces the errors of reading `what` by a ValueError about its problem."""
+    """Replaces the errors of reading `what` by a ValueError about its damage. Errors about missing
+    memory stay."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -292,10 +295,12 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> Shape:
+    """The offsets `a` relative to the offsets `b`."""
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 def _intersect(a: Box, b: Box) -> Box | None:
+    """The block that two blocks of a tensor share; None if they share no element."""
     starts = []
     sizes = []
     for start_a, size_a, start_b, size_b in zip(*a, *b, strict=True):

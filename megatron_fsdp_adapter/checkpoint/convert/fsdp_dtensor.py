@@ -3,7 +3,7 @@
     model.module.NAME[_w|_v]                                weight or buffer
     optimizer.state.DEEP NAME[_w|_v].exp_avg|exp_avg_sq|step
     optimizer.param_to_group_meta.DEEP NAME.lr|...          options of the parameter group
-    model.module.NAME.fp8_scaling                           of a run, and left out
+    model.module.NAME.fp8_scaling                           scales of a run, which are left out
     anything else                                           args, iteration, scheduler, RNG, ...
 
 DEEP is "module.module.", and once more "module." unless the model computes in fp32.
@@ -44,6 +44,7 @@ _META = ("optimizer", "param_to_group_meta")
 _STEP = "step"
 _BESIDE_WEIGHTS = ("args", "checkpoint_version", "iteration")
 _DTYPE_OF_DEPTH = {2: torch.float32, 3: torch.bfloat16}
+"""Number of "module." prefixes in DEEP -> the model's compute dtype."""
 
 
 def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
@@ -88,8 +89,8 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
 
 
 def contents(state: TrainingState, style: NameStyle) -> Contents:
-    """The contents of a folder of this format. Weights are stored in fp32, as main weights are;
-    buffers keep their dtype."""
+    """The contents of a folder of this format for a model of this style. Weights are stored in
+    fp32, as main weights are; buffers keep their dtype."""
     moe = moe_layers(state.weights)
     deep = "module." * _depth(state)
     tensors: dict[KeyPath, LazyTensor] = {}
@@ -123,11 +124,12 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
     return Contents(tensors, objects)
 
 
-def _style(listed: Collection[str]) -> NameStyle:
+def _style(names: Collection[str]) -> NameStyle:
+    """The style of the model whose stored names are these."""
     return NameStyle(
-        fused_norms=any("linear_qkv.layer_norm_" in name for name in listed),
-        grouped_experts=any(".experts.linear_fc" in name for name in listed),
-        gated=any(name.endswith(HALVES) for name in listed),
+        fused_norms=any("linear_qkv.layer_norm_" in name for name in names),
+        grouped_experts=any(".experts.linear_fc" in name for name in names),
+        gated=any(name.endswith(HALVES) for name in names),
     )
 
 
@@ -137,6 +139,7 @@ def _with_optimizer(
     tensors: Mapping[KeyPath, LazyTensor],
     objects: Mapping[KeyPath, str],
 ) -> TrainingState:
+    """`state` with the optimizer's part. tensors: by path; objects: path -> key."""
     kinds: dict[str, Tensors] = {}
     steps: dict[str, torch.Tensor] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -144,10 +147,11 @@ def _with_optimizer(
     for path, tensor in tensors.items():
         if path[:2] != _STATE:
             continue
-        depth, name = split_depth(str(path[2]))
-        depths.add(depth.count("module."))
+        prefixes, name = split_depth(str(path[2]))
+        depths.add(prefixes.count("module."))
         kind = str(path[3])
         if kind == _STEP:
+            # Both halves of a weight have the same step.
             steps[common_name(name.removesuffix("_w").removesuffix("_v"))] = tensor.whole()
         else:
             kinds.setdefault(kind, {})[name] = tensor
@@ -157,12 +161,12 @@ def _with_optimizer(
             groups.setdefault(common_name(name), {})[str(path[3])] = folder.object(key)
     moments = turned({kind: in_common(parts) for kind, parts in kinds.items()})
     _check_moments(state, moments, groups, folder.folder)
-    known = depths.pop() if len(depths) == 1 else None
+    depth = depths.pop() if len(depths) == 1 else None
     dtype = dtype_argument(state.rest)
-    if dtype is None and known is not None:
-        dtype = _DTYPE_OF_DEPTH.get(known)
+    if dtype is None and depth is not None:
+        dtype = _DTYPE_OF_DEPTH.get(depth)
     return replace(
-        state, moments=moments, steps=steps, groups=groups, depth=known, params_dtype=dtype
+        state, moments=moments, steps=steps, groups=groups, depth=depth, params_dtype=dtype
     )
 
 
@@ -172,6 +176,8 @@ def _check_moments(
     groups: Mapping[str, Any],
     where: Path,
 ) -> None:
+    """Raises ValueError for moments without a weight, of another shape than it, or without a
+    parameter group if there are groups."""
     unknown = []
     misshapen = []
     ungrouped = []
@@ -199,6 +205,8 @@ def _rest(
     objects: Mapping[KeyPath, str],
     weights_only: bool,
 ) -> dict[str, Any]:
+    """`TrainingState.rest`: the values that are of neither model nor optimizer. weights_only: only
+    those of `_BESIDE_WEIGHTS`."""
     rest: dict[str, Any] = {}
     for path, key in objects.items():
         first = path[0]
@@ -212,12 +220,14 @@ def _rest(
 
 
 def _depth(state: TrainingState) -> int:
+    """The number of "module." prefixes in DEEP."""
     if state.depth is not None:
         return state.depth
     return 2 if state.params_dtype == torch.float32 else 3
 
 
 def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> Tensors:
+    """Suffix of the key -> the tensor, or each of its halves."""
     if _has_halves(name, style):
         return split_halves(tensor)
     return {"": tensor}

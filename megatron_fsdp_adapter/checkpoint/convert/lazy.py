@@ -75,7 +75,7 @@ def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 
 def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
-    """Rows start..start+length of dimension 0."""
+    """The `length` rows of dimension 0 that begin at `start`."""
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         tensor.fill((offsets[0] + start, *offsets[1:]), out)
@@ -103,13 +103,13 @@ def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
         rows += part.shape[0]
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
-        first, *rest = offsets
-        last = first + out.shape[0]
+        begin, *rest = offsets
+        end = begin + out.shape[0]
         for part, start in zip(parts, starts, strict=True):
-            low = max(first, start)
-            high = min(last, start + part.shape[0])
+            low = max(begin, start)
+            high = min(end, start + part.shape[0])
             if low < high:
-                part.fill((low - start, *rest), out[low - first : high - first])
+                part.fill((low - start, *rest), out[low - begin : high - begin])
 
     like = parts[0]
     return replace(like, shape=(rows, *like.shape[1:]), fill=fill)
@@ -158,4 +158,4 @@ def _check_alike(parts: Sequence[LazyTensor], shapes: Sequence[Shape]) -> None:
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+    return tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))

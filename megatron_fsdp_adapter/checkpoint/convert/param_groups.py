@@ -20,17 +20,17 @@ from megatron_fsdp_adapter.core.layout.ranges import Shape
 _STEP = "step"
 _MEMBERS = "params"
 _KIND = "optimizer"
-"""The option that marks a parameter group's optimizer."""
+"""The option of a parameter group that names its optimizer. Groups of Adam have none."""
 _BESIDE_ADAM = ("muon", "lion")
-"""The optimizers that set it."""
+"""The values of that option."""
 
 ParamGroups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
 
 
 def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, Any]:
-    """The optimizer's part of the common state: one distributed optimizer's groups, or those of two
-    (dense, experts) under 0 and 1 if experts have separate groups.
+    """The optimizer's part of the common state: the groups of one distributed optimizer. If experts
+    have separate groups, those of two optimizers: dense under 0, experts under 1.
 
     torch's Adam counts steps per parameter; core stores one number in each group. Raises ValueError
     if step counts differ.
@@ -67,8 +67,8 @@ def from_optimizer_state(
 ) -> tuple[ParamGroups, Steps]:
     """Name -> options of its group, and name -> step count if the optimizer is torch's Adam.
 
-    not_adams: names without Adam's second moment, which belong to groups marked for Muon or Lion,
-    if any.
+    not_adams: names of parameters without Adam's second moment. They belong to groups of Muon or
+    Lion, if there are such groups.
 
     Raises ValueError if there are no groups, or if a parameter may belong to two that differ.
     """
@@ -120,10 +120,11 @@ def _traits(group: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _group_of(
-    name: str, shape: Shape, not_adams: bool, groups: list[dict[str, Any]], where: Path
+    name: str, shape: Shape, is_beside_adam: bool, groups: list[dict[str, Any]], where: Path
 ) -> Mapping[str, Any]:
-    undecayed = len(shape) == 1 or name.endswith(".bias")
-    wanted = is_expert(name), undecayed, not_adams
+    """The group of a parameter, found by its `_traits`."""
+    is_undecayed = len(shape) == 1 or name.endswith(".bias")
+    wanted = is_expert(name), is_undecayed, is_beside_adam
     candidates = groups
     for i, trait in enumerate(wanted):
         # Skip a trait that no group has: experts without expert parallelism are in the dense

@@ -21,8 +21,8 @@ _ARGUMENTS = {
 
 
 def with_arguments(rest: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`rest` of the checkpoint in `folder`; if it has no arguments, with those of a
-    `run_config.yaml`, if any. Raises ValueError if that cannot be read."""
+    """A copy of `rest`. If it has no arguments and `folder` has a `run_config.yaml`, the copy has
+    that file's. Raises ValueError if the file cannot be read."""
     path = folder / RUN_CONFIG
     if rest.get("args") or not path.is_file():
         return dict(rest)
@@ -40,12 +40,13 @@ def _arguments(path: Path) -> Namespace:
     arguments = {}
     for field, value in model.items():
         name = str(field)
-        arguments[_ARGUMENTS.get(name, name)] = _named(value)
+        arguments[_ARGUMENTS.get(name, name)] = _plain(value)
     return Namespace(**arguments)
 
 
-def _named(value: Any) -> Any:
-    """`value`, or its name if it is a function, a class or a dtype."""
+def _plain(value: Any) -> Any:
+    """`value`, or the name of what it stands for: the file has a function, a class or a dtype as a
+    mapping with `_target_`."""
     if isinstance(value, Mapping):
         return value.get("_target_", value)
     return value

@@ -1,7 +1,8 @@
 """`torch_dist` folders of megatron-core: stacked layers and experts, also in optimizer state.
 
     decoder.layers.NAME                    all layers in one tensor, (layers, ...)
-    decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...)
+    decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...): core
+                                           adds an `experts` to the module's path
     optimizer.state.param|exp_avg|exp_avg_sq.KEY        shaped like the model's KEY
     KEY._extra_state/shard_...             objects that belong to a place in the stack
     common.pt, or an object                args, iteration, scheduler, optimizer's parameter groups
@@ -109,7 +110,7 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
     state = TrainingState(
         iteration=folder.iteration,
         weights=weights,
-        params_dtype=dtype_argument(common) or _majority(weights),
+        params_dtype=dtype_argument(common) or _commonest_dtype(weights),
         style=style,
         depth=record.get("depth"),
         rest=_rest(folder, common, record, weights_only),
@@ -167,7 +168,8 @@ def _leaves(
 class _Keys:
     """Common names -> keys of the format, and places in the stacks.
 
-    layers, experts: sizes of the stacks; per_layer: every layer has keys of its own.
+    moe: paths of the layers with experts; layers, experts: sizes of the stacks; per_layer: every
+    layer has keys of its own.
     """
 
     style: NameStyle
@@ -191,39 +193,43 @@ class _Keys:
         return cls(style, moe_layers(state.weights), len(layers), experts, per_layer)
 
     def place(self, name: str) -> tuple[str, Shape, Shape]:
-        """(key, place in the stack, size of the stack) of a parameter."""
-        at: Shape = ()
+        """The key of the parameter `name` (common), its indices in the key's stack, and the sizes
+        of the stack. Indices and sizes are () for a key without a stack."""
+        indices: Shape = ()
         sizes: Shape = ()
         if match := _COMMON_EXPERT.fullmatch(name):
+            # `match[1]` ends with ".experts"; core's keys have the word twice.
             name = f"{match[1]}.experts.{match[3]}"
-            at = (int(match[2]),)
+            indices = (int(match[2]),)
             sizes = (self.experts,)
         match = _LAYER.fullmatch(name)
         if match is None:
-            return name, at, sizes
-        number, last = match.groups()
-        layer = f"decoder.layers.{number}"
-        # Core's layers rename both norms, whatever layer follows; TE's layers with experts have the
-        # second one as a module.
-        last = fuse_norm(last, self.style.fused_norms and layer in self.moe)
+            return name, indices, sizes
+        layer_number, inside = match.groups()
+        layer = f"decoder.layers.{layer_number}"
+        # Keys have fused norms for both kinds of layers, since core's layers rename theirs when
+        # they save. The exception is a Transformer Engine layer with experts: the norm before its
+        # MLP is a module, and keeps its name. Core's layers rename that one too.
+        inside = fuse_norm(inside, self.style.fused_norms and layer in self.moe)
         if self.per_layer:
-            return f"{layer}.{last}", at, sizes
-        return f"decoder.layers.{last}", (int(number), *at), (self.layers, *sizes)
+            return f"{layer}.{inside}", indices, sizes
+        return f"decoder.layers.{inside}", (int(layer_number), *indices), (self.layers, *sizes)
 
     def stacked(self, tensors: Tensors) -> Tensors:
-        """Key -> tensor. Raises ValueError if a stack has gaps."""
+        """Key -> tensor, stacked from the `tensors` by common name. Raises ValueError if a stack
+        has gaps."""
         parts: dict[str, dict[Shape, LazyTensor]] = {}
         shapes: dict[str, Shape] = {}
         for name, tensor in tensors.items():
-            key, at, sizes = self.place(name)
-            parts.setdefault(key, {})[at] = tensor
+            key, indices, sizes = self.place(name)
+            parts.setdefault(key, {})[indices] = tensor
             shapes[key] = sizes
         return {key: _stack(key, parts[key], shapes[key]) for key in parts}
 
     def extra_states(self, names: Iterable[str]) -> Iterator[str]:
         """Keys of the `_extra_state` objects of all layers, each with its place in the stack."""
         for name in names:
-            key, at, sizes = self.place(name)
+            key, indices, sizes = self.place(name)
             if key.startswith(("output_layer.", "embedding.")):
                 continue
             owners = []
@@ -233,18 +239,20 @@ class _Keys:
                     owners.append(match[1])
             if key.endswith("linear_proj.weight"):
                 owners.append(key.removesuffix("linear_proj.weight") + "core_attention")
-            place = ".".join(map(str, at or (0,)))
-            whole = ".".join(map(str, sizes or (1,)))
+            # Without a stack the object is number 0 of 1.
+            number = ".".join(map(str, indices or (0,)))
+            count = ".".join(map(str, sizes or (1,)))
             for owner in owners:
-                yield f"{owner}._extra_state/shard_{place}_{whole}"
+                yield f"{owner}._extra_state/shard_{number}_{count}"
 
 
 def _stack(key: str, parts: Mapping[Shape, LazyTensor], sizes: Shape) -> LazyTensor:
+    """The stack of `sizes` of the parts, which are given by their indices in it."""
     if not sizes:
         return parts[()]
     inner = []
     for i in range(sizes[0]):
-        below = {at[1:]: part for at, part in parts.items() if at[0] == i}
+        below = {indices[1:]: part for indices, part in parts.items() if indices[0] == i}
         if not below:
             raise ValueError(f"{key}: entry {i} of {sizes[0]} is missing")
         inner.append(_stack(key, below, sizes[1:]))
@@ -252,7 +260,7 @@ def _stack(key: str, parts: Mapping[Shape, LazyTensor], sizes: Shape) -> LazyTen
 
 
 def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """One tensor for each layer and expert, by name."""
+    """Name and tensor of each layer and expert in the stored tensor `key`."""
     _, key = split_depth(key)
     if match := _STACKED_LAYERS.fullmatch(key):
         layers, name = match.groups()
@@ -274,6 +282,7 @@ def _with_optimizer(
     common: Mapping[str, Any],
     where: Path,
 ) -> TrainingState:
+    """`state` with the optimizer's part. optimizer: kind -> tensors by name."""
     kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
     main: Tensors = {}
     for kind in _MAIN_WEIGHTS:
@@ -292,6 +301,8 @@ def _with_optimizer(
 def _rest(
     folder: DcpFolder, common: Mapping[str, Any], record: Mapping[str, Any], weights_only: bool
 ) -> dict[str, Any]:
+    """`TrainingState.rest`: the common state without the optimizer, and the RNG states by the
+    names of `fsdp_dtensor`. record: the `RECORD` of the folder, {} if it has none."""
     if weights_only:
         kept = ("args", "checkpoint_version", "iteration")
         return {key: common[key] for key in kept if key in common}
@@ -313,10 +324,10 @@ def _common_state(
     common = dict(state.rest)
     record: dict[str, Any] = {"style": asdict(style), "depth": state.depth}
     places = common.pop("rng_state", None) or {}
-    found = [_RNG_PLACE.fullmatch(str(key)) for key in places]
+    matches = [_RNG_PLACE.fullmatch(str(key)) for key in places]
     rng: dict[KeyPath, Any] = {}
-    if all(found):
-        grid = [(int(match[1]), int(match[2])) for match in found if match]
+    if all(matches):
+        grid = [(int(match[1]), int(match[2])) for match in matches if match]
         size = ".".join(str(1 + max(numbers)) for numbers in zip(*grid, strict=True))
         for value, (pp, tp) in zip(places.values(), grid, strict=True):
             rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]
@@ -349,16 +360,19 @@ def _style(common: Mapping[str, Any]) -> NameStyle | None:
 
 
 def _dropped(folder: DcpFolder) -> tuple[str, ...]:
+    """`TrainingState.dropped`: the objects that are not read, except `_extra_state`."""
     kept = (key for key in folder.object_keys if not _RNG_OBJECT.fullmatch(key))
     return tuple(key for key in kept if key != OBJECT and "_extra_state" not in key)
 
 
-def _majority(weights: Tensors) -> torch.dtype | None:
+def _commonest_dtype(weights: Tensors) -> torch.dtype | None:
+    """The dtype that most parameters have; None without parameters."""
     dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
     return max(set(dtypes), key=dtypes.count) if dtypes else None
 
 
 def _check_optimizer(folder: DcpFolder) -> None:
+    """Raises ValueError if the optimizer is stored as flat buckets."""
     buckets = [key for key in folder.tensor_keys if _BUCKETS.match(key)]
     if buckets:
         raise ValueError(

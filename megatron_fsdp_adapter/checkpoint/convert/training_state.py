@@ -104,8 +104,8 @@ def common_name(name: str) -> str:
     if match := _SEQUENTIAL.fullmatch(name):
         return ".".join(match.groups())
     if match := _GROUPED.fullmatch(name):
-        path, linear, last, number = match.groups()
-        return f"{path}.{number}.{linear}.{last}"
+        path, linear, kind, number = match.groups()
+        return f"{path}.{number}.{linear}.{kind}"
     if match := _LAYER.fullmatch(name):
         layer, inside = match.groups()
         for fused, separate in _FUSED:
@@ -120,10 +120,10 @@ def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
     moe_layers: paths of the layers with experts. Their norm before the MLP is never fused, because
     it precedes the router too."""
     if match := _EXPERT.fullmatch(name):
-        path, number, linear, last = match.groups()
+        path, number, linear, kind = match.groups()
         if style.grouped_experts:
-            return f"{path}.{linear}.{last}{number}"
-        return f"{path}.local_experts.{number}.{linear}.{last}"
+            return f"{path}.{linear}.{kind}{number}"
+        return f"{path}.local_experts.{number}.{linear}.{kind}"
     match = _LAYER.fullmatch(name)
     if not style.fused_norms or match is None:
         return name
@@ -131,10 +131,12 @@ def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
     return f"{layer}.{fuse_norm(inside, layer in moe_layers)}"
 
 
-def fuse_norm(name: str, in_moe_layer: bool) -> str:
-    """Name inside a layer -> the name with norms fused into the following linear layers."""
+def fuse_norm(name: str, keeps_mlp_norm: bool) -> str:
+    """Name inside a layer -> the name with norms fused into the following linear layers.
+
+    keeps_mlp_norm: the norm before the MLP is not fused."""
     for fused, separate in _FUSED:
-        if in_moe_layer and fused.startswith("mlp."):
+        if keeps_mlp_norm and fused.startswith("mlp."):
             continue
         if name.startswith(separate):
             return fused + name.removeprefix(separate)
@@ -169,7 +171,8 @@ def is_expert(name: str) -> bool:
 
 
 def join_halves(tensors: Tensors) -> Tensors:
-    """Joins `NAME_w` and `NAME_v` into NAME. Raises ValueError for one without the other."""
+    """The tensors with `NAME_w` and `NAME_v` joined into NAME. Raises ValueError for one without
+    the other."""
     joined: Tensors = {}
     for key, tensor in tensors.items():
         name = key[:-2]
@@ -199,7 +202,8 @@ def in_common(tensors: Tensors) -> Tensors:
 def turned(
     kinds: Mapping[str, Tensors],
 ) -> dict[str, Tensors]:
-    """Swaps the two levels of keys: kind of moment -> name becomes name -> kind, and vice versa."""
+    """The tensors with the two levels of keys swapped: kind of moment -> name becomes name -> kind,
+    and vice versa."""
     found: dict[str, Tensors] = {}
     for outer, tensors in kinds.items():
         for inner, tensor in tensors.items():
@@ -218,7 +222,7 @@ def split_halves(tensor: LazyTensor) -> Tensors:
 def check_layers(state: TrainingState, where: object) -> None:
     """Raises ValueError unless the layers are numbered 0, 1, ... over the whole model.
 
-    A checkpoint whose layer numbers count from the start of a pipeline stage lacks layers.
+    Layers are missing where their numbers begin at 0 on each pipeline stage.
     """
     found = set()
     for name in state.weights:
@@ -236,6 +240,7 @@ def check_layers(state: TrainingState, where: object) -> None:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
+    """The lowest and the highest number, and how many there are, as text."""
     listed = sorted(numbers)
     if not listed:
         return "(none)"
