@@ -1,8 +1,8 @@
 """Finds the budget for unsharded units while training: `fsdp_unsharded_budget_gib="auto"`.
 
-The first steps run as without a budget. Behind the last reduction of each step the ranks compare
-what they have launched; with it goes the number of bytes that each of them can spare, of which all
-take the smallest, one step later. A rank on which an allocation has failed proposes half of what is
+The first steps run as without a budget. After the last reduction of each step the ranks compare
+what they have launched. The same message has the number of bytes that each rank can spare; one step
+later all ranks take the smallest. A rank on which an allocation has failed proposes half of what is
 in use. So there is no further collective, and no step in which the host waits for the device.
 
 A unit that is kept this way changes no buffer. Its gathered weights are not resharded between two
@@ -29,16 +29,15 @@ from ..plan.unsharded_budget import (
 )
 
 MEASURED = 2
-"""Number of steps after which memory is measured. Optimizer state is there from the first on, and
-what libraries take once."""
+"""Number of steps after which memory is measured. By then optimizer state is allocated, and the
+memory that libraries take once."""
 
 MARGIN = 1 / 16
 """Part of the device's memory that is never spare: fragments, and what libraries take late."""
 
 
 def spare_memory(device: torch.device) -> int:
-    """Bytes of the device that could be taken beside the most that this process has ever had; 0 on
-    the host."""
+    """Bytes of the device that are left beside this process's peak and `MARGIN`; 0 on the host."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -48,8 +47,8 @@ def spare_memory(device: torch.device) -> int:
 
 
 def failed_allocations(device: torch.device) -> int:
-    """Number of times that the device had no memory for what was asked for. Where giving back
-    unused memory was enough counts too. 0 on the host."""
+    """Number of allocations so far for which the device had no memory, including those that
+    succeeded once unused memory was given back. 0 on the host."""
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -59,7 +58,8 @@ def failed_allocations(device: torch.device) -> int:
 class AutoBudgetEngine(FsdpEngine):
     """An engine that keeps units unsharded over a step as far as memory allows.
 
-    sharers: the engines on this device, one for each model chunk; each takes an equal part.
+    sharers: number of engines on this device, one for each model chunk. Each takes an equal part of
+    the spare memory.
     """
 
     def __init__(self, *args: Any, sharers: int = 1, **options: Any) -> None:
@@ -69,19 +69,20 @@ class AutoBudgetEngine(FsdpEngine):
         self.most = 0
         # Bytes that all ranks have agreed on, for the next step.
         self.agreed = 0
-        # Bytes that kept units were chosen for, and what these take.
+        # Bytes for which kept units were chosen, and bytes that these units take.
         self.budget = 0
         self.used = 0
         # Steps that were compared.
         self._steps = 0
-        # Failed allocations, when that was last asked.
+        # `failed_allocations` at the last call of `_has_failed`.
         self._failures = 0
         # A pass with gradients has raised since the last step.
         self._has_raised = False
 
     def compared_numbers(self) -> Sequence[int]:
-        """The bytes that this rank can spare, negative, so that the largest number of all ranks is
-        the fewest bytes. 0 until memory is measured."""
+        """The bytes that this rank can spare, negated: the comparison gives the largest number of
+        all ranks, which is then the fewest bytes. 0 until memory is measured. Called once a
+        step."""
         self._steps += 1
         failed = self._has_failed()
         if self._steps == MEASURED + 1:
@@ -95,18 +96,21 @@ class AutoBudgetEngine(FsdpEngine):
         return [-self.most]
 
     def _has_failed(self) -> bool:
-        """True if an allocation has failed since this was last asked."""
+        """True if an allocation has failed since the last call."""
         before = self._failures
         self._failures = failed_allocations(self.runtime.device)
         return self._failures > before
 
     def recover(self) -> bool:
-        """Forgets a pass that raised: one with gradients on all ranks, or the others wait for this
-        one, but an evaluation perhaps on this rank alone, behind its last gather.
+        """Forgets a pass that raised; returns True if it was one with gradients.
 
-        After a pass with gradients nothing is kept in the next step, nor in the one after it, for
-        which the ranks agreed before the pass. Then, and after an evaluation, they keep what they
-        agree on: nothing if one of them has run out of memory.
+        - A pass with gradients raises on all ranks, or the other ranks wait for this one. Nothing
+          is kept in the next step, nor in the one after it, for which the ranks agreed before the
+          pass. From then on they keep what they agree on.
+        - An evaluation may raise on this rank alone, after its last gather. The ranks go on to keep
+          what they agree on.
+
+        A rank that has run out of memory proposes to keep nothing.
         """
         with_gradients = super().recover()
         if with_gradients:
@@ -117,12 +121,14 @@ class AutoBudgetEngine(FsdpEngine):
         return with_gradients
 
     def zero_grads(self) -> None:
-        """Forgets all gradients. Between two steps: keeps as many units as was agreed on."""
+        """Forgets all gradients. This is between two steps, so the kept units are chosen again here
+        if the agreed budget has changed."""
         super().zero_grads()
         if self.agreed != self.budget:
             self._keep(self.agreed)
 
     def _keep(self, budget: int) -> None:
+        """Chooses the units that are kept unsharded within `budget` bytes; rank 0 prints them."""
         layouts = []
         forward_only = []
         keeping: Sequence[str] = KEEPING

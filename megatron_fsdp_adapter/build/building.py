@@ -1,4 +1,4 @@
-"""Makes an engine of plans: what both wrappers do around the engine's construction."""
+"""Makes an engine from plans: the steps before and after construction that both wrappers share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Engine = TypeVar("Engine", bound=FsdpEngine)
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
-    """True if its shard axis has one rank. Replicas on an outer axis do not count."""
+    """True if the domain's shard axis has one rank. Replicas on an outer axis do not count."""
     return domain.axis.size == 1
 
 
@@ -32,8 +32,9 @@ def with_single_rank_domains(
     domains: Domains,
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
-    """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
-    parameters are not sharded, gathered or reduced. Unchanged where gradients are not sharded."""
+    """`config` whose `whole` has the names of the domains of one rank that `may` accepts. Their
+    parameters are not sharded, gathered or reduced. If gradients are not sharded, `config` is
+    returned unchanged."""
     if not config.strategy.shard_grads:
         return config
     alone = [name for name in sorted(domains) if has_one_rank(domains[name]) and may(name)]
@@ -51,9 +52,11 @@ def build_engine(
     initializer_of: InitializerOf,
     **options: Any,
 ) -> Engine:
-    """Returns the engine over `plans`, on `device`, after checking that all ranks have the same
-    model. Collective. `subject` names the wrapper in errors; `initializer_of` gives
-    values to what is on the meta device; `options` are further ones of the engine.
+    """The engine over `plans`, on `device`, made after a check that all ranks have the same model.
+    Collective.
+
+    make: the engine's class. subject: the wrapper's name in errors. initializer_of: gives values to
+    what is on the meta device. options: further options of `make`.
 
     Raises:
         ValueError: the ranks' models differ.

@@ -13,12 +13,12 @@ MAX_RANKS = 8
 """Longer lists of ranks are abbreviated."""
 
 DescribedRow = dict[str, str]
-"""The cells of a row, by the heads of their columns."""
+"""The cells of a row, by the titles of their columns."""
 
 
 def param_rows(engine: FsdpEngine) -> list[DescribedRow]:
-    """A row for each parameter of `engine`, in unit order: its names, domain, unit and whole shape,
-    and the rows of it on this rank."""
+    """A row for each parameter of `engine`, in unit order: its names, domain, unit, whole shape,
+    tensor-parallel mode, shape on this rank, dtype, and if it is trained."""
     units = {id(group): unit.name for unit in engine.units for group in unit.groups}
     return [_param_row(pair, units[id(pair.group)]) for pair in engine.pairs]
 
@@ -63,7 +63,7 @@ def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> D
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first row has the heads. Columns with numbers are aligned to the
+    """The lines of a table whose first row has the titles. Columns with numbers are aligned to the
     right, others to the left."""
     columns = []
     for column in zip(*rows, strict=True):
@@ -82,9 +82,11 @@ def _table(rows: Sequence[DescribedRow]) -> list[str]:
 
 
 def describe(engine: FsdpEngine) -> str:
-    """Two tables: the domains in use (ranks of the shards, whether gathers have a communicator of
-    their own, the outer ranks, the mesh, the factor on the sum of gradients, what is in them), and
-    every parameter with its domain, unit, whole shape and the part on this rank."""
+    """Two tables as text.
+
+    - The domains in use: ranks of the shards, communicator of the gathers (shared or own), outer
+      ranks, mesh, factor on the sum of gradients, number of parameters and elements.
+    - Every parameter: the columns of `param_rows`."""
     rows = param_rows(engine)
     params = Counter(row["domain"] for row in rows)
     elements: Counter[str] = Counter()

@@ -38,8 +38,8 @@ ACTIONS: Mapping[str, str] = {
 
 
 class CommunicationError(RuntimeError):
-    """A collective of the wrapper failed; the message names what it carried, when, and between
-    which ranks."""
+    """A collective of the wrapper failed. The message says what it carried, when, and between which
+    ranks."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -48,7 +48,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 class Launch(NamedTuple):
-    """A collective that was launched, in words. One is made for every launch: cheaply."""
+    """A collective that was launched, in words. One is made for every launch, so it does nothing
+    that costs time."""
 
     action: str
     carries: str
@@ -64,7 +65,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class NamedWork:
-    """A handle whose failure names what was waited for."""
+    """A handle of a collective. If it fails, `wait` raises the error that `explain` makes."""
 
     work: Any
     explain: Callable[[RuntimeError], CommunicationError]
@@ -77,13 +78,14 @@ class NamedWork:
 
 
 class NamedCommunicator(Communicator):
-    """A communicator whose failures name what it carries, as `report` knows it."""
+    """A communicator whose errors name what it carries, in the words of `report`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, report: FaultReport) -> None:
         super().__init__(group, device)
         self._report = report
 
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
+        # Looks the unit up only now, not at each launch.
         launch = launch._replace(carries=self._report.unit_of(launch.carries))
         return CommunicationError(
             f"rank {dist.get_rank()}: {launch}, failed: {error}. See the logs of the other ranks: "
@@ -99,7 +101,7 @@ class NamedCommunicator(Communicator):
         if action == BROADCAST:
             when = "at construction"
         elif name == "all_reduce_max" and not pairs[0][0].is_floating_point():
-            action = COMPARE  # launches are whole numbers
+            action = COMPARE  # unlike scales, launches are compared as whole numbers
         launch = Launch(action, self.carries, when, self.ranks)
         try:
             works = super().launch(name, pairs, **options)
@@ -122,15 +124,17 @@ REMEDY = (
 
 
 class FaultReport:
-    """Names what fails in one engine. Holds it weakly. strategy: the name of the model's."""
+    """Gives errors of one engine the names of its units and buffers. Holds the engine weakly.
+
+    strategy: the name of the model's sharding strategy."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        # A weak reference; gives None before the engine is made, and when it is gone.
+        # A weak reference. None before the engine is made, and when it is gone.
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
-        """Makes the engine's communicators."""
+        """A communicator for the engine."""
         return NamedCommunicator(group, device, self)
 
     def engine_made(self, engine: FsdpEngine) -> None:
@@ -139,7 +143,8 @@ class FaultReport:
         engine.runtime.on_out_of_memory = self.explain_allocation
 
     def unit_of(self, carries: str) -> str:
-        """The unit of the group of that name, with its phase; what is no group's name as it is."""
+        """The unit, with its phase, that has the group named `carries`; `carries` itself if no
+        group has this name."""
         engine = self._engine()
         if engine is None:
             return carries
@@ -156,7 +161,7 @@ class FaultReport:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, the engine is made."""
+        """A context in which the engine is made: explains errors about memory."""
         try:
             yield
         except RuntimeError as error:
@@ -164,6 +169,7 @@ class FaultReport:
             raise
 
     def _explain(self, what: str, error: RuntimeError) -> None:
+        # Returns if `error` is not about memory.
         # Of allocators' errors, torch has a class for CUDA's, and none for the CPU's.
         on_cpu = "can't allocate memory" in str(error)
         if not on_cpu and not isinstance(error, torch.OutOfMemoryError):

@@ -1,9 +1,9 @@
-"""Gradients that are not finite: noted on the device before they are communicated, and read by the
-host once a step.
+"""Finds gradients that are not finite. Their largest magnitude is noted on the device before they
+are communicated; the host reads the notes once a step.
 
-The largest magnitude is what is noted: NaN and infinity go through a maximum, and unlike a norm it
-cannot overflow where all gradients are finite. Reading it when it is noted was rejected: the host
-would wait for the device in every unit's backward.
+A maximum keeps NaN and infinity and, unlike a sum of squares, cannot overflow where all gradients
+are finite. The host does not read a note at once: it would wait for the device in every unit's
+backward.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ MOST_LINES = 20
 
 
 class GradCheck:
-    """Args:
-    by_param: whether the error names parameters; otherwise it names units, which takes one
-        reading of each flat buffer instead of one of each parameter.
+    """Notes the gradients of a step, and raises if one is not finite.
+
+    by_param: the error names parameters; otherwise units, which needs one note for each flat buffer
+    instead of one for each parameter.
     """
 
     def __init__(self, by_param: bool) -> None:
         self.by_param = by_param
-        # Backwards of this step, by the unit's number.
+        # Number of backwards in this step, by the unit's number.
         self._backwards: Counter[int] = Counter()
-        # Microbatch, name, and the largest magnitude of what it names: a 0-dim device tensor.
+        # Microbatch, name, and the largest magnitude in the gradient of that name, a 0-dim tensor
+        # on the device.
         self._notes: list[tuple[int, str, torch.Tensor]] = []
 
     def note(self, unit: Unit) -> None:
-        """Looks at the gradients that `unit`'s backward has just added to its buffers."""
+        """Notes the gradients that `unit`'s backward has just added to its buffers."""
         names = []
         tensors = []
         for group in unit.active_groups:
@@ -53,15 +55,16 @@ class GradCheck:
         self._backwards[unit.ordinal] += 1
 
     def clear(self) -> None:
-        """Forgets the step."""
+        """Forgets the notes and the count of backwards."""
         self._backwards.clear()
         self._notes.clear()
 
     def raise_found(self) -> None:
-        """Raises RuntimeError for what was not finite; waits for the device if there are notes.
+        """Raises RuntimeError if a noted gradient is not finite, and forgets the notes. Waits for
+        the device if there are notes.
 
-        Each name is reported once, with the microbatch (from 0) in which it was first found: where
-        microbatches add up in one buffer, it is not finite in all later ones.
+        Each name is reported once, with the first microbatch (from 0) in which it is not finite.
+        Where microbatches add up in one buffer, it is not finite in all later ones either.
         """
         notes = self._notes
         self._notes = []
@@ -70,7 +73,7 @@ class GradCheck:
         values = torch.stack([largest.float() for _, _, largest in notes]).tolist()
         found: dict[str, str] = {}
         for (microbatch, name, _), value in zip(notes, values, strict=True):
-            if not abs(value) < float("inf"):
+            if not abs(value) < float("inf"):  # NaN too
                 found.setdefault(name, f"microbatch {microbatch}, {name}: {value}")
         if found:
             raise RuntimeError(self._message(list(found.values())))

@@ -10,14 +10,14 @@ from ..state.not_copyable import NotCopyable
 
 
 class GradSync(NotCopyable):
-    """Chooses the backward of a step that reduces, and the place that waits for it."""
+    """Lets a training loop choose which backward of a step reduces, and where it is waited for."""
 
     engine: FsdpEngine
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside, at any depth of such contexts. ZeRO-0/1 only
-        accumulate there; ZeRO-2/3 reduce every microbatch, since they hold no full gradients."""
+        """A context for all microbatches except the last. It may be nested. Inside, ZeRO-0/1 only
+        accumulate gradients; ZeRO-2/3 reduce every microbatch, since they hold no full ones."""
         before = self.engine.is_last_microbatch
         self.engine.is_last_microbatch = False
         try:
@@ -28,14 +28,14 @@ class GradSync(NotCopyable):
             self.engine.is_last_microbatch = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Sets whether each backward outside `no_sync` ends a step by itself: reductions are waited
-        for and gradients attached when `backward()` returns, as a plain training loop expects. Off,
-        that is what `finish_grad_sync` does, which Megatron calls."""
+        """Chooses what ends a step. True: each backward outside `no_sync`, as a plain training loop
+        expects; when `backward()` returns, reductions are over and gradients attached. False: a
+        call of `finish_grad_sync`, as Megatron makes it."""
         self.engine.auto_sync = sync_model
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """`set_model_auto_sync` inside, and what it was before after."""
+        """A context with `set_model_auto_sync(True)`. The former choice is restored after it."""
         before = self.engine.auto_sync
         self.set_model_auto_sync(True)
         try:

@@ -24,12 +24,14 @@ def refuse_conversions(module: nn.Module, engine: FsdpEngine) -> None:
 def _apply_guard(
     module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
 ) -> Any:
-    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
-    from the flat buffers. One that leaves every parameter where it is passes and reaches the
-    module's buffers."""
+    """A function in place of `nn.Module._apply` of `module`, which is wrapped.
+
+    It raises RuntimeError for a conversion that would detach parameters from the flat buffers. A
+    conversion that would leave every parameter as it is reaches only the module's buffers."""
     ref = weakref.ref(module)
 
     def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
+        # A probe of each dtype of the parameters shows what `fn` would do to them.
         for dtype in dtypes:
             given = torch.zeros(1, dtype=dtype, device=device)
             probe = fn(given)
@@ -58,9 +60,11 @@ def _apply_guard(
 
 
 def check_trained(engine: FsdpEngine) -> None:
-    """RuntimeError if `requires_grad` was changed after wrapping, or a sharded parameter has a
-    gradient hook. Which gradients are reduced, and which buffers exist for them, is decided once; a
-    change would be ignored in silence, or leave the optimizer with gradients that are zero. No
+    """Raises RuntimeError if `requires_grad` was changed after wrapping, or if a sharded parameter
+    has a gradient hook.
+
+    The gradients that are reduced, and their buffers, are chosen once. A later change of
+    `requires_grad` would be ignored in silence, or leave the optimizer with gradients of zero. No
     backward accumulates the gradient of a sharded parameter, so its hooks would never run."""
     hooked = []
     for pair in engine.trained:

@@ -1,14 +1,13 @@
-"""Parameters on the meta device get memory and values, and those on another device move to that of
-the shards, one unit at a time.
+"""Gives parameters on the meta device memory and values, and moves those on another device to that
+of the shards, one unit at a time.
 
 A model that is built on the meta device takes no memory. Its modules are initialized here in the
-order of the module tree, just before the unit that they belong to is sharded, so that at most one
-unit is unsharded at any time. That is also the order in which their constructors would have drawn
-random numbers: where a module draws in `reset_parameters` what it draws in its
-constructor, the weights are those of a start without the meta device, bit for bit.
+order of the module tree, just before the unit that they belong to is sharded, so about one unit is
+unsharded at any time (`materializer`). Their constructors would have drawn random numbers in the
+same order. If each module's `reset_parameters` draws the same numbers as its constructor, the
+weights are bit for bit those of a start without the meta device.
 
-Parameter objects stay, and get new content, so that ties, and attributes that other code has set,
-hold.
+Parameter objects stay and get new content. So ties stay, and attributes that other code has set.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from torch import nn
 from ..core.engine.partition import UnitPlan
 
 Initializer = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
-"""Gives values to all parameters and buffers that a module holds itself, not those below it. It is
-also given the parameters as they were, whose marks the new ones do not have yet."""
+"""Called with a module, and with its parameters as they were. Gives values to all parameters and
+buffers that the module holds itself, not to those below it. The new parameters do not have the
+marks (attributes) of the former ones yet."""
 
 InitializerOf = Callable[[nn.Module, nn.Module | None], Initializer | None]
 """The initializer of a module, from the module and the one that holds it; None if there is none."""
@@ -32,8 +32,8 @@ META_OPTION = "init_model_with_meta_device"
 
 
 def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
-    """`reset_parameters`, torch's name for it, or the `_reset_parameters` of its attention, where
-    the module has one."""
+    """An initializer that calls the module's `reset_parameters`, or `_reset_parameters`, as torch's
+    attention names it; None if the module has neither."""
     names = ("reset_parameters", "_reset_parameters")
     name = next((name for name in names if callable(getattr(module, name, None))), None)
     if name is None:
@@ -42,12 +42,13 @@ def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer 
 
 
 def values_come_later(module: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
-    """Leaves NaN in what a load, or the user, gives values after the model is sharded."""
+    """An initializer that writes nothing. NaN stays until a load, or the user, gives values after
+    the model is sharded."""
 
 
 def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    """The device for the parameters of `module`: `wanted`, or that of those that are not on the
-    meta device, or else this process's GPU, or the CPU where there is none."""
+    """The device for the parameters of `module`. The first of these that there is: `wanted`; the
+    device of the first parameter that is not on the meta device; this process's GPU; the CPU."""
     if wanted is not None:
         return torch.device(wanted)
     for param in module.parameters():
@@ -70,7 +71,8 @@ def device_of_type(module: nn.Module, kind: str) -> torch.device:
 
 
 def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Moves those of `tensors` that are on a device of another type, in place; not from meta."""
+    """Moves those of `tensors` that are on a device of another type, in place. Those on the meta
+    device stay."""
     for tensor in tensors:
         if tensor.device.type not in (device.type, "meta"):
             tensor.data = tensor.data.to(device)
@@ -85,6 +87,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parent(module: nn.Module, name: str) -> nn.Module | None:
+    # The module that holds the submodule `name`; None for `module` itself.
     if not name:
         return None
     parent, _, _ = name.rpartition(".")
@@ -92,8 +95,8 @@ def _parent(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerOf) -> list[str]:
-    """One line if parameters are on the meta device though that is not asked for, or naming all
-    modules that cannot initialize what they hold there."""
+    """At most one line. If `allowed`, it names all modules that cannot initialize what they hold on
+    the meta device; otherwise the first parameter that is on it."""
     holders = [(name, child) for name, child in module.named_modules() if any(_held(child))]
     if holders and not allowed:
         name, child = holders[0]
@@ -120,7 +123,8 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Like `tensor`, with memory, and NaN where the dtype has one: what is not written shows."""
+    """A tensor like `tensor`, with memory. It has NaN, or zeros in a dtype without NaN: so elements
+    that are never written show."""
     empty = torch.empty_like(tensor, device=device)
     if empty.is_floating_point():
         return empty.fill_(float("nan"))
@@ -129,14 +133,16 @@ def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def initialize(name: str, module: nn.Module, device: torch.device, run: Initializer) -> None:
     """Gives everything that `module` holds itself on the meta device memory on `device`, and
-    values by `run`. Parameters that are not on the meta device, tied ones for instance, keep
-    theirs.
+    values by `run`. Parameters that are not on the meta device, such as tied ones, keep their
+    values.
 
-    `run` sees fresh parameters without marks, as a constructor would: some of TE's and core's
-    initializers refuse to mark a parameter twice, and some put new objects in place.
+    `run` sees fresh parameters without marks, as in a constructor: some initializers of TE and core
+    refuse to mark a parameter twice, and some put new objects in place. name: of `module`, for
+    errors.
 
     Raises:
-        ValueError: `run` left something as it was, or changed its shape or dtype.
+        ValueError: `run` left a part of a tensor unwritten (unless it is `values_come_later`), or
+            changed its shape or dtype.
     """
     originals = {n: param for n, param in module._parameters.items() if param is not None}
     for own, param in originals.items():
@@ -145,21 +151,22 @@ def initialize(name: str, module: nn.Module, device: torch.device, run: Initiali
     for own, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[own] = _unfilled(buffer, device)
-    checks = run is not values_come_later
+    must_fill = run is not values_come_later
     with torch.no_grad():
         run(module, originals)
     for own, original in originals.items():
         made = module._parameters[own]
         module._parameters[own] = original
         if original.is_meta:
-            _check(f"{name}.{own}", original, made, checks)
+            _check(f"{name}.{own}", original, made, must_fill)
             _take_over(original, made)  # type: ignore[arg-type]
     for own, filled in module._buffers.items():
         if filled is not None:
-            _check(f"{name}.{own}", filled, filled, checks)
+            _check(f"{name}.{own}", filled, filled, must_fill)
 
 
-def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled: bool) -> None:
+def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, must_fill: bool) -> None:
+    # must_fill: the initializer must have written all of `made`.
     expected = (tuple(wanted.shape), wanted.dtype)
     found = None if made is None else (tuple(made.shape), made.dtype)
     if made is None or found != expected:
@@ -168,7 +175,7 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled
             f"{expected}. Make it keep shape and dtype"
         )
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
-    if is_filled and made.is_floating_point() and made.detach().sum().isnan():
+    if must_fill and made.is_floating_point() and made.detach().sum().isnan():
         raise ValueError(
             f"{META_OPTION}=True: reset_parameters of the module of {name} left a part of it "
             "unwritten. Make it write all of the module's own tensors"
@@ -176,8 +183,9 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled
 
 
 def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
-    """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE records
-    how a weight is split only when it initializes it, and Megatron writes its defaults before."""
+    """Gives `original` the content of `made`, and the marks of both. The marks of `made` win:
+    Megatron writes defaults first, and TE marks how a weight is split only when it initializes
+    it."""
     marks = {**original.__dict__, **made.__dict__}
     made = nn.Parameter(made.detach(), original.requires_grad)
     torch.utils.swap_tensors(original, made)
@@ -191,35 +199,36 @@ def materializer(
     device: torch.device,
     initializer_of: InitializerOf,
 ) -> Callable[[UnitPlan], None]:
-    """Returns a function that gives parameters below `module` their values on `device`, unit by
-    unit: called with each plan before it is sharded, the root unit's last. It initializes what is
-    on the meta device, and moves what is on a device of another type.
+    """A function that gives the parameters of a unit their values on `device`. It must be called
+    with each of `plans` in order, before the plan is sharded; the root unit's is the last. It
+    initializes what is on the meta device, and moves what is on a device of another type.
 
-    Modules that come before a unit's last one are initialized with it, whatever unit they belong
-    to, so that random numbers are drawn in module order: what the root unit holds of them waits,
-    whole, until that is sharded.
+    Random numbers are drawn in module order. So a call initializes all modules up to the unit's
+    last one, also those of other units. What the root unit has among them stays whole until the
+    root unit is sharded.
     """
     waiting: deque[tuple[str, nn.Module, nn.Module | None]] = deque()
-    # By a module's id, how many are initialized when it is.
-    behind: dict[int, int] = {}
+    # By a module's id, the number of modules that are initialized once it is.
+    number_of: dict[int, int] = {}
     for name, child in module.named_modules():
         if any(_held(child)):
             waiting.append((name, child, _parent(module, name)))
-            behind[id(child)] = len(waiting)
+            number_of[id(child)] = len(waiting)
     total = len(waiting)
-    until: deque[int] = deque()
+    # By plan, the number of modules that are initialized before it is sharded.
+    goals: deque[int] = deque()
     for plan in plans:
         last = 0
         for managed in plan.groups.values():
             for entry in managed:
                 owner, _ = entry.slots[0]
-                last = max(last, behind.get(id(owner), 0))
-        until.append(last)
-    until[-1] = total
+                last = max(last, number_of.get(id(owner), 0))
+        goals.append(last)
+    goals[-1] = total  # what is in no plan, such as buffers, comes with the last
 
     def prepare(plan: UnitPlan) -> None:
-        upto = until.popleft()
-        while total - len(waiting) < upto:
+        goal = goals.popleft()
+        while total - len(waiting) < goal:
             name, child, parent = waiting.popleft()
             run = initializer_of(child, parent)
             assert run is not None, name  # `meta_problems` has one for it

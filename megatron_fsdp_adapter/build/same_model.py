@@ -1,8 +1,8 @@
 """Checks whether all ranks that share a model's weights have built the same model.
 
 Ranks whose models differ launch collectives of other sizes, or in another order: they hang, or add
-up gradients of other parameters. What is compared here decides all of those: units, parameters and
-the engine's options, in order. One short message a rank; the whole text only if the digests differ.
+up gradients of other parameters. Units, parameters and the engine's options decide the collectives,
+so these are compared, in order. Each rank sends a digest; the whole text only if digests differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.topology import Domains
 
 
 def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
-    """Lines that must be equal on all ranks, a thing each: options, units and their parameters."""
+    """Lines that must be equal on all ranks: one for each option, unit and parameter."""
     options = {**vars(config), "strategy": config.strategy.name}
     lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:
@@ -50,7 +50,7 @@ def _param_line(key: GroupKey, entry: ManagedParam) -> str:
 
 
 def comparing_groups(domains: Domains) -> list[dist.ProcessGroup]:
-    """The groups that together hold all ranks with a copy or a shard of any of the weights."""
+    """This rank's groups of more than one rank with which it shares weights, each once."""
     found: dict[int, dist.ProcessGroup] = {}
     for domain in domains.values():
         groups = [domain.reduce_group]
@@ -63,6 +63,7 @@ def comparing_groups(domains: Domains) -> list[dist.ProcessGroup]:
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    # The values of all ranks of `group`, in its order.
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * len(ranks)
     try:
@@ -77,7 +78,7 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _first_difference(texts: Mapping[int, Sequence[str]]) -> str:
-    """The first line in which a rank differs from the first rank."""
+    """The first line in which a rank differs from the first one of `texts` (rank -> lines)."""
     first = next(iter(texts))
     for number, lines in enumerate(zip_longest(*texts.values(), fillvalue="nothing more")):
         for rank, line in zip(texts, lines, strict=True):
@@ -87,11 +88,10 @@ def _first_difference(texts: Mapping[int, Sequence[str]]) -> str:
 
 
 def first_difference(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> str | None:
-    """The first difference between models, alike on all ranks of `groups`; None if there is none.
-    Collective.
+    """The first difference between the models; None if there is none. Collective.
 
-    One group after the other: what one found is passed on in the next, so that no rank goes on
-    to shard with ranks that have given up.
+    Compares in one group after the other. A difference that was found in one group is passed on in
+    the next, so that no rank goes on to shard with ranks that have given up.
     """
     text = "\n".join(lines)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -113,11 +113,11 @@ def verify_same_model(
     config: EngineConfig,
     domains: Domains,
 ) -> None:
-    """ValueError, on every rank, with the first difference between the ranks' models. Collective
-    over the groups of `domains`.
+    """Checks that the ranks' models are the same. Collective over the groups of `domains`.
 
     Raises:
-        RuntimeError: a rank did not answer within the timeout of its process group.
+        ValueError: on every rank, with the first difference between the models.
+        RuntimeError: a rank has failed, or did not answer within the timeout of its process group.
     """
     found = first_difference(model_lines(plans, config), comparing_groups(domains))
     if found is not None:

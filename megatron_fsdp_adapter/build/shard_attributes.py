@@ -1,4 +1,5 @@
-"""Attributes of sharded parameters: those of the module's own, and the place in a checkpoint."""
+"""Attributes of sharded parameters: those of the module's own parameters, and the place in a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from ..core.dtensor.uneven import Chunks
 from ..core.engine.params import ParamPair
 from ..quantized import attributes_of_class
 
-OF_RAW = (
+UNSHARDED_ONLY = (
     "__fsdp_param__",
     "get_main_grad",
     "grad_added_to_main_grad",
     "main_grad",
     "overwrite_main_grad",
 )
-"""Attributes that modules that write gradients by themselves read, on the parameter that they
-compute with."""
+"""Attributes of the unsharded parameter alone. Modules that write gradients by themselves read them
+there."""
 
 
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
-    """Copies the attributes of the module's own parameter to the sharded one, and marks, for torch
-    DCP too, which rows of which tensor it is. `offset` is where this rank's tensor-parallel part
-    begins in the whole tensor; None at the origin."""
+    """Copies the attributes of the module's own parameter to the sharded one, and marks the sharded
+    one with its rows in the whole tensor, for torch DCP too. offset: the place in the whole tensor
+    where this rank's tensor-parallel part begins; None for the origin."""
     param = pair.sharded
     held = pair.group.held
     _copy_attributes(pair.unsharded, param)
@@ -39,18 +40,18 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
             value.chunks = Chunks(ref.chunks(), (ref.layout, ref.index))  # type: ignore[union-attr]
 
 
-def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
-    """Code that groups, clips, reduces or names parameters may go by any attribute: all are copied,
-    but those of the engine and those by which a class of quantized tensors keeps its values. What
-    `optimizer` has already stays."""
-    left_out = {*OF_RAW, *attributes_of_class(raw), *vars(optimizer)}
-    for name, value in vars(raw).items():
+def _copy_attributes(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Copies attributes. Code that groups, clips, reduces or names parameters may read any of them,
+    so all are copied except `UNSHARDED_ONLY`, those of the engine ("_fsdp_"), and those in which a class of
+    quantized tensors keeps its values. Attributes that `sharded` has already stay."""
+    left_out = {*UNSHARDED_ONLY, *attributes_of_class(unsharded), *vars(sharded)}
+    for name, value in vars(unsharded).items():
         if name not in left_out and not name.startswith("_fsdp_"):
-            setattr(optimizer, name, value)
+            setattr(sharded, name, value)
 
 
 def engines_behind(params: Iterable[Any]) -> list[Any]:
-    """The engines that any of `params` belong to, each once."""
+    """The living engines that any of `params` belong to, each once."""
     found = {}
     for param in params:
         ref = getattr(param, "_fsdp_engine", None)

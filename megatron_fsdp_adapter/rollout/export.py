@@ -3,10 +3,10 @@
     for name, tensor in export_weights(model):
         rollout.load(name, tensor)
 
-Whole tensors come unit by unit (`unit_copies.py`), so that no rank ever has the model: what is in
-memory are the unit at hand, the next one, and what the caller keeps. Each tensor is then joined
-over tensor-parallel ranks, exchanged between expert-parallel ranks and sent to the other pipeline
-stages, one at a time. `export_shards` does without all of that.
+Whole tensors come unit by unit (`unit_copies.py`), so no rank ever has the whole model in memory:
+only the unit at hand, the next one, and what the caller keeps. Each tensor is then joined over
+tensor-parallel ranks, exchanged between expert-parallel ranks and sent to the other pipeline
+stages, one at a time. `export_shards` does none of that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32
 """Rows and columns that share a scale, by format."""
 
 ExportedEntry = tuple[str, torch.Tensor]
-Named = Iterator[ExportedEntry]
+ExportedEntries = Iterator[ExportedEntry]
 Listed = tuple[str, Shape, torch.dtype]
 """Name, shape and dtype of a tensor that a stage will send."""
 
@@ -66,29 +66,34 @@ def export_weights(
     which: str = ALL,
     scope: str = MODEL,
     quantized: bool = False,
-) -> Named:
+) -> ExportedEntries:
     """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
-    parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
-    gathered while the caller uses the present one. Collective over all ranks of the model: each has
-    to run the iterator to its end. Tensors are the caller's; one that is kept keeps the memory of
-    its unit's parameters of the same kind.
+    parameters that were left alone, and persistent buffers, which keep their dtype. The next unit
+    is gathered while the caller uses the present one.
+
+    Collective over all ranks of the model: each has to run the iterator to its end. Tensors are the
+    caller's. A tensor that the caller keeps also keeps the memory of its unit's other parameters of
+    the same kind.
 
     Args:
-        model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
+        model: the result of `FullyShardedDataParallel` or `fully_shard_model`, or a list of model
             chunks.
-        dtype: main weights are cast to it before they are gathered, but for weights that are no
-            floating-point numbers; None for theirs.
-        which: "all"; "changed": without frozen weights that no load has written since everything
-            was last exported; "trained": without frozen weights and buffers, such as adapters.
-        scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
-            its experts; nothing is sent between stages.
-        quantized: quantized weights come as the bytes that modules compute with, under the weight's
-            name, and what to multiply them by, under that name with `_scale_inv`: one number, one
-            for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
+        dtype: main weights are cast to it before they are gathered, except weights that are not
+            floating-point numbers. None: no cast.
+        which: "all": every weight and buffer. "changed": without the frozen weights, if no load has
+            written weights since they were last exported. "trained": neither frozen weights nor
+            buffers (for instance to export adapters only).
+        scope: "model": every rank gets all tensors. "stage": each rank gets those of its pipeline
+            stage and of its own experts; nothing is sent between stages.
+        quantized: a quantized weight comes as two tensors. Under its name are the bytes that
+            modules compute with. Under that name with `_scale_inv` are the factors to multiply them
+            by: one number, one for each 128 x 128 elements, or one for each 32 elements of a row
+            (exponents, as uint8).
 
     Raises:
-        ValueError: before anything is gathered: an option with a wrong value, quantized weights
-            that cannot be joined.
+        ValueError: an option has a wrong value, or quantized weights cannot be joined. Nothing is
+            gathered then.
+        RuntimeError: `release_memory` has released weights that are needed.
     """
     _check(which, scope, dtype)
     return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
@@ -100,10 +105,9 @@ def export_shards(
     dtype: torch.dtype | None = torch.bfloat16,
     which: str = ALL,
 ) -> Iterator[WeightShard]:
-    """The rows of every weight that this rank holds, as copies in `dtype` (None: the main
-    weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
-    the same ones; a rank has none of some weights, and several blocks of others. Arguments and
-    errors are those of `export_weights`."""
+    """This rank's rows of every weight, as copies in `dtype` (None: the main weights'), in unit
+    order. Nothing is communicated. A rank has no rows of some weights, and several blocks of
+    others; replicas have the same ones. Arguments and errors are those of `export_weights`."""
     _check(which, MODEL, dtype)
     chunks = _chunks("export_shards", model, which, dtype)
     return (shard for chunk in chunks for shard in chunk.shards())
@@ -115,15 +119,15 @@ def _chunks(
     which: str,
     dtype: torch.dtype | None,
     quantized: bool = False,
-    everything: bool = False,
+    whole_model: bool = False,
 ) -> list[_Chunk]:
-    """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
-    for a weight that cannot be exported as asked."""
+    """The exports of a model's chunks. Raises RuntimeError if memory that they need is released,
+    ValueError for a weight that cannot be exported as asked."""
     given = sources(model)
     needed = [MAIN_WEIGHTS, COMPUTE_WEIGHTS] if quantized else [MAIN_WEIGHTS]
     for source in given:
         check_here(source.engine.away, action, needed)
-    chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
+    chunks = [_Chunk(source, which, dtype, quantized, whole_model) for source in given]
     found = []
     for chunk in chunks:
         found += chunk.problems()
@@ -132,6 +136,7 @@ def _chunks(
 
 
 def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for options with a wrong value."""
     found = []
     if which not in (ALL, CHANGED, TRAINED):
         found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")
@@ -145,9 +150,9 @@ def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
     raise_problems("export_weights", found)
 
 
-def _run(chunks: Sequence[_Chunk]) -> Named:
+def _run(chunks: Sequence[_Chunk]) -> ExportedEntries:
     stages = chunks[0].source.stages
-    if chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1:
+    if chunks[0].whole_model and stages is not None and dist.get_world_size(stages) > 1:
         yield from _over_stages(chunks, stages)
     else:
         for chunk in chunks:
@@ -157,9 +162,9 @@ def _run(chunks: Sequence[_Chunk]) -> Named:
             chunk.source.engine.exported_loads = chunk.loads
 
 
-def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
-    """All stages' tensors, chunk by chunk and stage by stage. Each stage finds out what it will
-    send on the meta device, and stages exchange that once."""
+def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> ExportedEntries:
+    """All stages' tensors, chunk by chunk and stage by stage. Each stage lists what it will send,
+    by a run on the meta device, and stages exchange these lists once."""
     mine = dist.get_rank(stages)
     size = dist.get_world_size(stages)
     own = [chunk.listed() for chunk in chunks]
@@ -168,25 +173,25 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
     for number, chunk in enumerate(chunks):
         for stage in range(size):
             listed = every[stage][number]
-            source = dist.get_global_rank(stages, stage)
-            sent = chunk.tensors() if stage == mine else _empty(listed, chunk.device)
+            sender = dist.get_global_rank(stages, stage)
+            entries = chunk.tensors() if stage == mine else _empty(listed, chunk.device)
             for name, _, _ in listed:
-                given, tensor = next(sent)
-                assert name == given, (name, given)
+                given_name, tensor = next(entries)
+                assert name == given_name, (name, given_name)
                 tensor = tensor.contiguous()
-                dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=sender, group=stages)
                 yield name, tensor
-            assert next(sent, None) is None, "more than was listed"
+            assert next(entries, None) is None, "more than was listed"
 
 
-def _empty(listed: Sequence[Listed], device: torch.device) -> Named:
+def _empty(listed: Sequence[Listed], device: torch.device) -> ExportedEntries:
     """Memory for what another stage sends, one tensor at a time."""
     for name, shape, dtype in listed:
         yield name, torch.empty(shape, dtype=dtype, device=device)
 
 
 def _presented(plane: str, name: str, tensor: torch.Tensor) -> ExportedEntry:
-    """Under which name and in which dtype a tensor of one plane goes out."""
+    """The exported name and tensor of one plane of the weight `name`."""
     if plane in SCALES:
         return name + SCALE_SUFFIX, tensor
     if plane == WEIGHT:
@@ -195,7 +200,7 @@ def _presented(plane: str, name: str, tensor: torch.Tensor) -> ExportedEntry:
 
 
 class _Chunk:
-    """The export of one model chunk. everything: whether also of what other ranks have."""
+    """The export of one model chunk. whole_model: the scope is "model", not "stage"."""
 
     def __init__(
         self,
@@ -203,32 +208,33 @@ class _Chunk:
         which: str,
         dtype: torch.dtype | None,
         quantized: bool,
-        everything: bool,
+        whole_model: bool,
     ) -> None:
         engine = source.engine
-        is_news = which == CHANGED and engine.exported_loads != engine.loads
+        was_loaded = which == CHANGED and engine.exported_loads != engine.loads
         self.source = source
-        self.everything = everything
-        # Whether frozen weights are exported, and whether buffers.
-        self.frozen_too = which == ALL or is_news
+        self.whole_model = whole_model
+        # True if frozen weights are exported, or buffers.
+        self.frozen_too = which == ALL or was_loaded
         self.buffers_too = which != TRAINED
         self.device = engine.runtime.device
-        # The engine's, of which the values are.
+        # The engine's number of loads now; noted as exported when the export ends.
         self.loads = engine.loads
         self.wanted = Wanted(self._is_chosen, dtype, quantized)
-        # By a pair's id.
+        # By the id of the engine's pair.
         self._described = {id(pair): source.describe(pair) for pair in engine.pairs}
         # By this rank's name of an expert's weight, the names on all expert-parallel ranks.
-        self._others = self._names_of_experts()
+        self._names_on_ranks = self._names_of_experts()
 
     def _is_chosen(self, group: ParamGroup) -> bool:
         return self.frozen_too or group.key.requires_grad
 
     def _is_left_out(self, described: Described) -> bool:
-        return described.is_copy and self.everything
+        # The other stage sends it.
+        return described.is_copy and self.whole_model
 
     def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
-        """The exported part of what the engine does not have."""
+        """The entries of `Source.rest` that are exported."""
         if self.frozen_too:
             return self.source.rest
         if not self.buffers_too:
@@ -237,8 +243,9 @@ class _Chunk:
 
     @property
     def _exchanges(self) -> bool:
+        # True if weights of experts are exchanged between expert-parallel ranks.
         group = self.source.experts
-        return self.everything and group is not None and dist.get_world_size(group) > 1
+        return self.whole_model and group is not None and dist.get_world_size(group) > 1
 
     def _names_of_experts(self) -> dict[str, list[str]]:
         """This rank's name of a weight -> the names on all expert-parallel ranks."""
@@ -271,8 +278,9 @@ class _Chunk:
             found.append((name, tuple(tensor.shape), tensor.dtype))
         return found
 
-    def tensors(self, meta: bool = False) -> Named:
-        """Names and tensors of this chunk; on the meta device nothing is communicated."""
+    def tensors(self, meta: bool = False) -> ExportedEntries:
+        """Names and tensors of this chunk. meta: tensors are on the meta device, and nothing is
+        communicated."""
         weights = self._on_meta() if meta else self._gathered()
         for described, planes in weights:
             if not self._is_left_out(described):
@@ -281,9 +289,10 @@ class _Chunk:
                     yield found.pop()
 
     def _exported(self, described: Described, planes: Planes) -> list[ExportedEntry]:
-        """The exported entries of one weight, last first. Collective; takes the planes away."""
+        """The exported entries of one weight, the last one first: the caller pops them. Collective.
+        Empties `planes`, so that no reference to a plane stays."""
         exchange = self._exchanges and described.expert
-        names = self._others[described.name] if exchange else [described.name]
+        names = self._names_on_ranks[described.name] if exchange else [described.name]
         found: list[ExportedEntry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
@@ -295,6 +304,7 @@ class _Chunk:
         return found[::-1]
 
     def _gathered(self) -> Iterator[tuple[Described, Planes]]:
+        # Popped, so that this frame keeps no reference to what the caller has had.
         for unit in unit_copies(self.source.engine, self.wanted):
             unit.reverse()
             while unit:
@@ -304,6 +314,7 @@ class _Chunk:
             yield described, {WEIGHT: self._cast(described, tensor)}
 
     def _on_meta(self) -> Iterator[tuple[Described, Planes]]:
+        # In the order of `_gathered`.
         for unit in self.source.engine.units:
             for group in filter(self._is_chosen, unit.groups):
                 for pair in self.source.engine.pairs:
@@ -355,37 +366,40 @@ class _Chunk:
     def _blocks(
         self, described: Described, local: torch.Tensor, first: int, shape: Shape
     ) -> Iterator[WeightShard]:
-        """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
+        """The shards of a weight whose part on this tensor-parallel rank has `shape`. local: this
+        rank's rows of the part, from row `first` on."""
         whole = _whole_shape(described, shape)
-        columns = [0] * (len(shape) - 1)
+        inner_offsets = [0] * (len(shape) - 1)
         rank = 0
         split = described.split
         if described.parts > 1:
             rank = dist.get_rank(described.tensor)
             if split:
-                columns[split - 1] = rank * shape[split]
-        for start, count, at in _row_runs(described, shape[0], rank):
+                inner_offsets[split - 1] = rank * shape[split]
+        for start, count, whole_start in _row_runs(described, shape[0], rank):
             low = max(start, first)
             high = min(start + count, first + local.shape[0])
             if low < high:
                 block = local[low - first : high - first]
-                offsets = (at + low - start, *columns)
+                offsets = (whole_start + low - start, *inner_offsets)
                 yield WeightShard(described.name, block, offsets, whole)
 
 
 def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:
-    """(first row here, rows, first row in the whole tensor) of each stretch of a rank's part."""
+    """(first row in the part, number of rows, first row in the whole tensor) of each contiguous
+    stretch of the part, of `rows` rows, that a tensor-parallel rank has."""
     if described.parts == 1 or described.split != 0:
         return [(0, rows, 0)]
     each = rows // described.halves
     runs = []
     for half in range(described.halves):
-        before = half * described.parts + rank
-        runs.append((half * each, each, before * each))
+        slices_before = half * described.parts + rank
+        runs.append((half * each, each, slices_before * each))
     return runs
 
 
 def _whole_shape(described: Described, shape: Shape) -> Shape:
+    """The shape of the whole tensor. shape: of one tensor-parallel rank's part."""
     if described.split is None:
         return shape
     whole = list(shape)
@@ -396,7 +410,9 @@ def _whole_shape(described: Described, shape: Shape) -> Shape:
 def _quantized_problems(
     described: Described, shape: Shape, format: WeightFormat | None
 ) -> list[str]:
-    """At most one line: for a weight whose blocks tensor parallelism cuts. None: not quantized."""
+    """At most one line, if tensor parallelism cuts a weight so that its scales do not join.
+
+    shape: of one tensor-parallel rank's part; format: None if the weight is not quantized."""
     if format is None or described.parts == 1:
         return []
     name = described.name
@@ -404,10 +420,10 @@ def _quantized_problems(
         return [f"quantized=True: {name} has a scale on each tensor-parallel rank"]
     rows, columns = BLOCKS[format.name]
     if described.split:
-        is_cut = shape[described.split] % columns
+        rest_of_block = shape[described.split] % columns
     else:
-        is_cut = shape[0] // described.halves % rows
-    if not is_cut:
+        rest_of_block = shape[0] // described.halves % rows
+    if not rest_of_block:
         return []
     return [
         f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
@@ -416,7 +432,7 @@ def _quantized_problems(
 
 
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
-    """Planes without the padding that scales of blocks are kept with."""
+    """The planes, whose scales of 128 x 128 blocks lose the padding that they are kept with."""
     if pair.group.key.quantized is BLOCK128 and SCALE in planes:
         rows, columns = pair.spec.shape
         scale = planes[SCALE][: divide_up(rows, 128), : divide_up(columns, 128)]
@@ -425,7 +441,7 @@ def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
 
 
 def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole over tensor-parallel ranks. Collective over them."""
+    """The whole tensor of which each tensor-parallel rank has a part. Collective over these."""
     if described.parts == 1:
         return tensor
     assert described.tensor is not None and described.split is not None
@@ -434,12 +450,14 @@ def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(found.unbind(0), dim=described.split)
     if described.halves == 1:
         return found.flatten(0, 1)
+    # Each rank has a slice of each half: the halves come first, the ranks second.
     by_half = found.unflatten(1, (described.halves, -1)).transpose(0, 1)
     return by_half.flatten(0, 2)
 
 
 def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The ranks' tensors, of one shape, along a new dim 0."""
+    """The ranks' tensors, of one shape, along a new dim 0. Memory alone for one on the meta device,
+    where nothing is communicated."""
     found = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     if not tensor.is_meta:
         pair = (found.view(-1), tensor.contiguous().view(-1))

@@ -19,10 +19,13 @@ from ..core.engine.params import ParamPair
 class Described:
     """A parameter of one rank's model, or a persistent buffer.
 
-    name: in the whole model. split, tensor: the dim along which, and the group over which, tensor
-    parallelism splits it; None if it does not. halves: into how many parts dim 0 is cut before it
-    is split. expert: whether other expert-parallel ranks have other ones. is_copy: whether another
-    pipeline stage has the same one. is_buffer: it may change at any time, and keeps its dtype.
+    name: in the whole model.
+    split: the dim along which tensor parallelism splits it; None if it does not.
+    tensor: the tensor-parallel group; None if it is not split.
+    halves: number of parts that dim 0 consists of, each of which is split on its own.
+    expert: it is an expert's; other expert-parallel ranks have other experts.
+    is_copy: another pipeline stage has the same one.
+    is_buffer: it may change at any time, and keeps its dtype.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Described:
 
     @property
     def parts(self) -> int:
-        """Over how many tensor-parallel ranks it is split."""
+        """The number of tensor-parallel ranks that it is split over."""
         if self.split is None or self.tensor is None:
             return 1
         return dist.get_world_size(self.tensor)
@@ -43,9 +46,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Source:
-    """One model chunk as an export sees it. describe: of a parameter of the engine; rest: what the
-    engine does not have, as the module has it. experts, stages: the expert-parallel and the
-    pipeline-parallel group."""
+    """One model chunk as an export sees it.
+
+    describe: gives the `Described` of a parameter of the engine; rest: parameters and buffers that
+    the engine does not have, with the tensors of the module; experts: the expert-parallel group;
+    stages: the pipeline-parallel group."""
 
     engine: FsdpEngine
     describe: Callable[[ParamPair], Described]
@@ -57,8 +62,8 @@ class Source:
 def beside_engine(
     module: nn.Module, engine: FsdpEngine
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name and tensor of what `module` has beside the engine's parameters, each once: parameters
-    that were left alone, quantized ones as they are, and persistent buffers (True)."""
+    """(name, tensor, is a buffer) of everything in `module` that the engine does not manage:
+    parameters that were left alone, quantized ones as they are, and persistent buffers."""
     managed: set[int] = set()
     for pair in engine.pairs:
         managed.update((id(pair.unsharded), id(pair.sharded)))

@@ -34,11 +34,15 @@ def release_memory(
     model: Any, optimizer: Any = None, *, keep: str | Collection[str] = ()
 ) -> dict[str, int]:
     """Gives the wrapper's memory on the device back, also to other processes; returns the bytes of
-    each kind. Main weights, parameters that were left alone, quantized weights and the optimizer's
-    state go to pinned memory of the host, which is kept for the next time. Compute weights that
-    main weights give, gradient buffers, buckets and slots are dropped. Gradients are forgotten, as
-    `zero_grad` does. Using the model or the optimizer is an error until `return_memory`. To be
-    called between two steps, any number of times: what is released stays so. No collective.
+    each kind.
+
+    - Main weights, parameters that were left alone, quantized weights and the optimizer's state go
+      to pinned memory of the host, which is kept for the next time.
+    - Compute weights that can be made from main weights, gradient buffers, buckets and slots are
+      dropped. Gradients are forgotten, as `zero_grad` does.
+
+    Using the model or the optimizer is an error until `return_memory`. Call it between two steps.
+    It may be called again: what is released already stays released. No collective.
 
     Memory that is registered with NCCL (`nccl_ub`, copy engines) stays, and is not counted.
 
@@ -73,9 +77,10 @@ def release_memory(
 def return_memory(
     model: Any, optimizer: Any = None, *, only: str | Collection[str] | None = None
 ) -> None:
-    """Takes the memory back that `release_memory` gave back, with what was in it: all of it, or of
-    the kinds in `only`. Compute weights are gathered when they are needed. A no-op where
-    nothing was released. No collective. ValueError as there."""
+    """Takes back the memory that `release_memory` gave back, with its contents. No collective.
+
+    only: the kinds to take back; None for all. Compute weights are gathered when they are needed.
+    A no-op for what was not released. Raises ValueError as `release_memory` does."""
     chosen = ALL_KINDS if only is None else _chosen("only", only)
     for source in sources(model):
         take_back(source.engine, [kind for kind in BUFFER_KINDS if kind in chosen])
@@ -96,8 +101,8 @@ def _left_alone(source: Source) -> list[torch.Tensor]:
 
 
 def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:
-    """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
-    memory is pinned."""
+    """Gives back memory of `kinds`; returns the bytes of each. Raises RuntimeError if memory is
+    pinned. more: further storages by kind; those of other kinds stay."""
     _check_free(engine, kinds)
     if engine.stash is None:
         engine.stash = HostStash(engine.runtime, engine.away)
@@ -114,7 +119,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 
 
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
-    """Takes it back; what can be gathered is gathered again."""
+    """Takes back memory of `kinds`. Compute weights are gathered again before their next use."""
     if engine.stash is not None:
         engine.stash.take(kinds)
     engine.mark_main_weights_stale()
@@ -122,7 +127,8 @@ def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
 
 
 def storages(engine: FsdpEngine) -> Storages:
-    """Kind -> a tensor over each storage, and which parts of it return as they were."""
+    """Kind -> (a tensor over a storage, the parts of it that keep their contents): None for all of
+    it, () for none."""
     found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in BUFFER_KINDS}
     found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
     for group in engine.groups:
@@ -141,7 +147,7 @@ def storages(engine: FsdpEngine) -> Storages:
 
 
 def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
-    """The memory of slots that is there: of units and of collectives, each once."""
+    """The memory that slots of units and of collectives have now; memory that is shared, once."""
     if not engine.has_ordinary_slots:
         return []
     found = []
@@ -155,7 +161,7 @@ def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
 
 
 def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
-    """RuntimeError if memory of `kinds` is pinned."""
+    """Raises RuntimeError if there are `kinds` to release and the engine's memory is pinned."""
     pinned_by = engine.pinned_by
     if kinds and pinned_by:
         raise RuntimeError(
@@ -165,6 +171,7 @@ def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
 
 
 def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
+    """The kinds that the `argument` names. Raises ValueError for unknown ones."""
     given = [kinds] if isinstance(kinds, str) else list(kinds)
     wrong = [kind for kind in given if kind not in ALL_KINDS]
     raise_problems(
@@ -175,7 +182,8 @@ def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
 
 
 def local_shards(optimizer: Any) -> list[LocalShards]:
-    """The local shards of an optimizer, of those in Megatron's, or of a list."""
+    """The local shards of a sharded optimizer, of all those inside one of Megatron's, or of a list
+    of either. Raises ValueError for another optimizer."""
     if optimizer is None:
         return []
     if hasattr(optimizer, "_fsdp_shards"):
@@ -196,7 +204,7 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
 
 
 def park_state(shards: LocalShards, runtime: Runtime) -> int:
-    """Gives the memory of an optimizer's state back; its bytes."""
+    """Gives back the memory of an optimizer's state; returns its bytes."""
     if shards.parked is None:
         shards.parked = HostStash(runtime, {})
     own = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}
@@ -204,7 +212,7 @@ def park_state(shards: LocalShards, runtime: Runtime) -> int:
 
 
 def take_state(shards: LocalShards) -> None:
-    """Takes it back."""
+    """Takes back the memory of `park_state`."""
     if shards.parked is not None:
         shards.parked.take([OPTIMIZER])
 

@@ -3,10 +3,10 @@
     gather stream     copy(0) | copy(1)            | copy(2) ...
     caller's stream             wait(0), uses it ...  wait(1), uses it ...
 
-A copy is ordinary memory of the caller's stream: a tensor that the caller keeps keeps the memory of
-its group's copy, and stays what it is. Handing out the weights that modules compute with was turned
-down: they have to be given back before the next unit takes their slot, with readers left,
-and modules that were not asked would be without their guard meanwhile.
+A copy is ordinary memory of the caller's stream. A tensor that the caller keeps also keeps the
+memory of its group's copy, and its values stay. Handing out the weights that modules compute with
+was rejected: the next unit takes their slot while the caller may still read them, and modules could
+be called without their guard meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ..quantized import scales_of
 
 WEIGHT = "weight"
 SCALE = "scale"
-"""Names of what is copied of a weight that is not quantized, and of a scale that no plane has."""
+"""Names of two tensors that are copied and are no plane of a format: the values of a weight, and
+the scale of a quantized weight that every rank has."""
 
 ROWS = ("rowwise", "rowwise_scales")
 """Planes that forward reads."""
@@ -42,17 +43,18 @@ Planes = dict[str, torch.Tensor]
 class Wanted:
     """The weights that are copied, and their dtype.
 
-    dtype: of floating-point weights; None for that of the main weights. quantized: whether
-    quantized weights are copied as the bytes and scales of forward.
+    is_chosen: True for a group whose weights are copied. dtype: of floating-point weights; None for
+    that of the main weights. quantized: quantized weights are copied as the bytes and scales that
+    forward reads.
     """
 
-    group: Callable[[ParamGroup], bool]
+    is_chosen: Callable[[ParamGroup], bool]
     dtype: torch.dtype | None
     quantized: bool
 
     def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
-        """Planes of a group's weights that are copied, with what this rank holds of each
-        segment."""
+        """(plane, this rank's part of each of its segments) of each plane that is copied of a
+        group's weights."""
         if self.quantized and group.key.quantized:
             shards = [shard for shard in group.weight_shards if shard.plane.name in ROWS]
             return [(shard.plane, shard.segments(group.held)) for shard in shards]
@@ -61,28 +63,31 @@ class Wanted:
 
 
 def cast_to(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a weight in `dtype` is copied where `asked` is, None for any. Integers are
-    not cast: bf16 rounds those above 256."""
+    """The dtype in which a weight of `dtype` is copied if `asked` is wanted (None: no cast).
+    Integers are not cast: bf16 rounds those above 256."""
     if asked is None or not dtype.is_floating_point:
         return dtype
     return asked
 
 
 def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-    """This rank's part of each segment. Of main weights in host memory rather what was made of them
-    on the device, in the same dtype, if it is there and not stale."""
-    kept = group.main_on_host and group.own_current and dtype == group.key.dtype
-    if kept and all(storage_bytes(segment) for segment in group.held_weights):
+    """This rank's part of each segment of the main weights. Instead of main weights in host memory:
+    the compute weights that were made from them on the device, if they have this dtype, have memory
+    and are not stale."""
+    has_weights = group.main_on_host and group.own_current and dtype == group.key.dtype
+    if has_weights and all(storage_bytes(segment) for segment in group.held_weights):
         return group.held_weights
     return group.main.segments(group.held)
 
 
 class _GroupCopy:
-    """The copy of one group."""
+    """The copy of one group's weights. The constructor allocates its memory. It is written by
+    `fill`, then the gathers of `outer_pairs`, then those of `gather_pairs`."""
 
     def __init__(self, group: ParamGroup, wanted: Wanted) -> None:
         self._group = group
-        # By plane, of each parameter: the whole, as this rank's model has it; this rank's rows.
+        # By plane, a tensor of each parameter: the whole, as this rank's model has it; and the rows
+        # that this rank holds.
         self.items: dict[str, list[torch.Tensor]] = {}
         self._held_items: dict[str, list[torch.Tensor]] = {}
         # This rank's part of each segment of each plane, and what is cast into it.
@@ -107,30 +112,31 @@ class _GroupCopy:
             self._held_items[plane.name] = buffer.items(group.held)
 
     def fill(self) -> None:
-        """Casts what this rank holds into its place."""
-        if WEIGHT not in self.items and self._group.write_planes is not None:  # no shard is kept
+        """Writes this rank's part of the copy, cast to its dtype."""
+        if WEIGHT not in self.items and self._group.write_planes is not None:
+            # Quantized shards are not kept.
             self._group.write_planes(self._held_items)
         else:
             copy_each(self._held, self._sources)
 
 
 _UnitCopy = tuple[Mapping[int, _GroupCopy], Any]
-"""The copies of a unit's groups, by their ids, whose gather was launched, and the event after which
-they are there."""
+"""A unit's copies whose gathers were launched, by the id of the group, and the event after which
+they are complete."""
 
 
 def unit_copies(engine: FsdpEngine, wanted: Wanted) -> Iterator[list[tuple[ParamPair, Planes]]]:
-    """The wanted weights of one unit after the other, in unit order: each parameter with its
+    """The wanted weights of one unit after the other, in unit order: pairs of a parameter and its
     tensors by plane, in the shapes that this rank's model has. Collective over each domain.
 
-    The next unit's gather is launched before a unit is handed out. So there are two copies, and
+    The next unit's gather is launched before a unit is handed out. So two copies are in memory, and
     what the caller keeps of earlier ones.
     """
     engine.bring_up_to_date()
     pairs: dict[int, list[ParamPair]] = {}
     for pair in engine.pairs:
         pairs.setdefault(id(pair.group), []).append(pair)
-    units = [unit for unit in engine.units if any(map(wanted.group, unit.groups))]
+    units = [unit for unit in engine.units if any(map(wanted.is_chosen, unit.groups))]
     launched: deque[_UnitCopy] = deque()
     try:
         for unit in units:
@@ -145,7 +151,7 @@ def unit_copies(engine: FsdpEngine, wanted: Wanted) -> Iterator[list[tuple[Param
 
 
 def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
-    """Adds a copy of what every rank has beside the planes of a quantized weight."""
+    """Adds a copy of the scale that every rank has of a quantized weight, if there is one."""
     if scales:
         scale = scales[0]  # one number of a vector, with strides that `clone` keeps
         copy = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
@@ -156,7 +162,7 @@ def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
 def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
     runtime = engine.runtime
     gather = engine.gather
-    groups = list(filter(wanted.group, unit.groups))
+    groups = list(filter(wanted.is_chosen, unit.groups))
     copies = {id(group): _GroupCopy(group, wanted) for group in groups}
     gather.follow_compute()  # main weights, and the memory of the copies, are compute's
     over_outer, over_inner = gather.plan(
@@ -175,8 +181,8 @@ def _finish(
     copies, event = launched
     engine.runtime.wait(COMPUTE, event)
     found = []
-    for group, copy in copies.items():
-        for pair in pairs[group]:
+    for group_id, copy in copies.items():
+        for pair in pairs[group_id]:
             planes = {name: items[pair.index] for name, items in copy.items.items()}
             if WEIGHT not in planes:
                 add_scale(planes, scales_of(pair.unsharded))

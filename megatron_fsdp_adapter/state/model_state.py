@@ -1,8 +1,10 @@
 """State dicts of sharded modules: under the module's own names, and under a checkpoint's.
 
-A state dict is one of two *forms*: a map from keys to the places whose values they are. The keys
-of one are the names in this rank's module tree, those of the other what `checkpoint.names` makes
-of them, the same for every way to split the model.
+A *form* maps the keys of a state dict to the places that have their values. There are two:
+
+- `module_form`: keys are the names in this rank's module tree.
+- `checkpoint_form`: keys are the global names (`names.py`), the same for every way to split the
+  model.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from .names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a key of a state dict: piece `number` of `count` of the value that the module
-    itself has under `name`."""
+    """The place of a key's value: piece `number` of `count` equal pieces, along dimension 0, of the
+    value that the module itself has under `name`."""
 
     name: str
     number: int = 0
@@ -38,12 +40,13 @@ ModuleParams = Mapping[str, nn.Parameter]
 
 
 def module_form(own: Iterable[str]) -> Form:
-    """Keys as the module has them."""
+    """The form whose keys are the module's `own`."""
     return {name: Place(name) for name in own}
 
 
 def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
-    """Keys as in a checkpoint, without `EXTRA_STATE`."""
+    """The form whose keys are those of a checkpoint, for the module's `own` keys. Without keys of
+    `EXTRA_STATE`."""
     form = {}
     for name in own:
         if not name.endswith(EXTRA_STATE):
@@ -54,8 +57,8 @@ def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
 
 
 def tree_names(module: nn.Module, own: Iterable[str]) -> dict[str, str]:
-    """Key of a module's own state dict -> the name by which torch's load finds it: a Float16Module
-    is a level in the tree of modules, and none in keys."""
+    """Key of the module's own state dict -> the name by which torch's load finds it. The two differ
+    below a Float16Module, which is a level in the tree of modules but not in keys."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     names += [f"{name}.{EXTRA_STATE}" for name, _ in module.named_modules(remove_duplicate=False)]
@@ -68,16 +71,16 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
     """The form that the `given` keys are of, and the form's key for each given one.
 
     A key may have one "module." more or less than the form's: some callers strip or add one. The
-    form with the fewest unknown keys, then the fewest missing ones, is the one that is meant.
+    chosen form is the one with the fewest unknown keys, and among these the fewest missing ones.
     Raises ValueError if two fit equally well and do not mean the same.
     """
-    found = [(form, {key: _own_key(key, form) for key in given}) for form in forms]
-    found.sort(key=_misfit)
-    best, keys = found[0]
-    for other in found[1:]:
+    candidates = [(form, {key: _form_key(key, form) for key in given}) for form in forms]
+    candidates.sort(key=_misfit)
+    best, keys = candidates[0]
+    for other in candidates[1:]:
         form, other_keys = other
         means_the_same = all(form.get(other_keys[key]) == best.get(keys[key]) for key in keys)
-        if not means_the_same and _misfit(other) == _misfit(found[0]):
+        if not means_the_same and _misfit(other) == _misfit(candidates[0]):
             raise ValueError(
                 "load_state_dict: the keys fit both names of this rank's modules and global names "
                 "of a checkpoint. Give all keys of one of them"
@@ -86,13 +89,14 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
 
 
 def _misfit(candidate: tuple[Form, dict[str, str]]) -> tuple[int, int]:
-    """The number of keys that the form does not have, and of its own that are missing."""
+    """The number of given keys that the form does not have, and the number of the form's keys that
+    are not given."""
     form, keys = candidate
     known = {key for key in keys.values() if key in form}
     return len(keys) - len(known), len(form) - len(known)
 
 
-def _own_key(key: str, form: Form) -> str:
+def _form_key(key: str, form: Form) -> str:
     for candidate in (key, f"module.{key}", key.removeprefix("module.")):
         if candidate in form:
             return candidate
@@ -100,8 +104,9 @@ def _own_key(key: str, form: Form) -> str:
 
 
 def values_of(form: Form, params: ModuleParams, plain: Mapping[str, Any]) -> dict:
-    """The form's state dict. params: sharded parameters by the module's keys; plain: the
-    module's own state dict, which has the other values. DTensors know their chunks."""
+    """The form's state dict. Its DTensors carry their chunks.
+
+    params: sharded parameters by the module's keys; plain: the module's own state dict."""
     state = {}
     for key, place in form.items():
         value = plain[place.name]
@@ -116,11 +121,11 @@ def values_of(form: Form, params: ModuleParams, plain: Mapping[str, Any]) -> dic
 def load_problems(
     form: Form, params: ModuleParams, values: Mapping[str, Any], strict: bool
 ) -> list[str]:
-    """One line for each missing, unexpected (if `strict`) and mis-shaped value."""
+    """One line for each mis-shaped value and, if `strict`, for each missing or unexpected one."""
     found = []
     if strict:
-        expected = _of_weights(form)
-        given = _of_weights(values)
+        expected = _required(form)
+        given = _required(values)
         found += [f"missing: {key}" for key in sorted(expected - given)]
         found += [f"unexpected: {key}" for key in sorted(given - expected)]
     for key, value in values.items():
@@ -130,8 +135,8 @@ def load_problems(
     return found
 
 
-def _of_weights(keys: Iterable[str]) -> set[str]:
-    """The keys that a load asks for."""
+def _required(keys: Iterable[str]) -> set[str]:
+    """The keys without those that a load does not require."""
     return {key for key in keys if not key.endswith((EXTRA_STATE, FP8_SCALING))}
 
 
@@ -148,21 +153,21 @@ def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> l
 
 
 def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[Shape]:
-    """The shapes that `value` may have: for a DTensor the whole tensor's, for a plain one that of
-    the module's parameter, which tensor parallelism may have split."""
+    """The shapes that `value` may have: for a DTensor that of the whole tensor, for a plain tensor
+    that of the module's parameter, which tensor parallelism may have split."""
     ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
     shape = tuple(param.shape) if isinstance(value, DTensor) else ref.shape
     shape = (shape[0] // place.count, *shape[1:])
     own = ref.layout.specs[ref.index].shape
+    # A parameter of shape () is laid out with shape (1,); a value may have either.
     return [shape] if own else [own, shape]
 
 
 def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
-    """The result that torch's `load_state_dict` would return for the whole module, in the form's
-    keys.
+    """The missing and unexpected keys of a load, in the form's keys.
 
-    given: the form's key for each given one. result: torch's own, of a load into the whole module
-    without the values that the form does not have.
+    given: the form's key for each given one. result: what torch returned for its load, in the
+    module's keys.
     """
     absent = set(result.missing_keys)
     present = set(given.values())
@@ -176,11 +181,13 @@ def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
 
 
 def copy_values(form: Form, params: ModuleParams, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes what is for parameters into this rank's rows; returns the rest, by module's keys, and
-    with it the parameters that were written in all of their pieces, which are their own values.
+    """Writes values of sharded parameters into this rank's rows; returns, by the module's keys,
+    what torch's own load gets: all other values of the form, and for each parameter that was
+    written in all of its pieces the parameter itself, so that torch does not report it as missing.
 
-    Collective if a DTensor is among the values that is not known to be cut like its place.
-    ValueError, on all ranks and before anything is written, for one whose rows are unknown.
+    Shapes must have been checked (`load_problems`). Collective if one of the values is a DTensor
+    that is not known to be cut like its place. Raises ValueError, on all ranks and before anything
+    is written, for a DTensor whose rows are unknown.
     """
     pieces = {}
     rest = {}
@@ -204,7 +211,8 @@ def copy_values(form: Form, params: ModuleParams, values: Mapping[str, Any]) -> 
 class Piece(NamedTuple):
     """A place in a sharded parameter, or in a value of its geometry such as a moment.
 
-    target: a DTensor over this rank's rows of it; elements: these in a plain tensor of the piece.
+    target: a DTensor over this rank's rows of the place; elements: the same rows, as a slice of a
+    flat plain tensor of the whole place.
     """
 
     target: DTensor
@@ -224,9 +232,11 @@ def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
-    """Writes what `state` has for the sharded parameters that `module` itself holds, and puts
-    them in the values' places, so that torch's own load finds nothing left to do. Returns what is
-    wrong with the others."""
+    """Loads what `state` has for the sharded parameters that `module` itself holds; returns the
+    problems of values of a wrong shape, which are not written.
+
+    In `state` each of these values is replaced by its parameter: torch's own load then copies the
+    parameter onto itself. Collective and with errors as `copy_values`."""
     found = []
     params = {}
     for name, param in module._parameters.items():
@@ -246,8 +256,8 @@ def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]
 
 @torch.no_grad()
 def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]) -> None:
-    """Copies this rank's rows of every value, of the right shape, into its piece. Collective and
-    with errors as `copy_values`."""
+    """Copies this rank's rows of the value of each piece into it. Shapes must have been checked.
+    Collective and with errors as `copy_values`."""
     fits = _fits({key: target for key, (target, _) in pieces.items()}, values)
     unknown = [key for key, fit in fits.items() if fit == UNKNOWN]
     if unknown:
@@ -262,14 +272,17 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
 
 
 SAME, OTHER, UNKNOWN = range(3)
-"""Cuts of a DTensor: that of its place, another one, or an unknown one."""
+"""The cut of a DTensor into rows: that of its place, another one, or an unknown one. The larger
+number is the worse one."""
 
 
 def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The worst on any rank for every sharded DTensor that is not known to be cut like its target
-    on all ranks. No rank may take a value for its own rows while another waits for it in a
-    collective, or writes while another refuses: hence one all-reduce for each mesh, if there is any
-    such DTensor at all, which every rank knows by itself."""
+    """Key -> the worst cut on any rank, for each sharded DTensor that is not known to be cut like
+    its target on all ranks.
+
+    All ranks have to do the same with a DTensor: one that gathers waits for all, and none may write
+    if another raises. Hence one all-reduce for each mesh that has such DTensors. Every rank knows
+    by itself which these are."""
     by_mesh: dict[DeviceMesh, list[str]] = {}
     for key in sorted(targets):
         value = values[key]
@@ -289,10 +302,11 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
 
 
 def _fit_here(own: Chunks, value: DTensor) -> int:
+    """The cut of `value` on this rank, compared with the chunks `own` of its target."""
     given = chunks_of(value)
     if given is None:
         if not set(map(type, value._spec.placements)) <= {Shard, Replicate}:
-            return OTHER  # strided shards and partial sums, which torch makes whole
+            return OTHER  # strided shards and partial sums, which `full_tensor` makes whole
         given = even_chunks(value)
     if given is None:
         return UNKNOWN
@@ -300,15 +314,15 @@ def _fit_here(own: Chunks, value: DTensor) -> int:
 
 
 def _write(piece: Piece, value: torch.Tensor, fit: int) -> None:
-    target, rows = piece
+    target, elements = piece
     local = target._local_tensor
     if not isinstance(value, DTensor):
         flat = value.detach().reshape(-1)
-        local.copy_(flat[rows].view(local.shape))
+        local.copy_(flat[elements].view(local.shape))
         return
     given = value._local_tensor
     if is_replicated(value) or fit == OTHER:
         whole = given if is_replicated(value) else value.full_tensor()
         own_chunks(target).take_from(whole.view(target.shape), local)
-    elif given.data_ptr() != local.data_ptr():
+    elif given.data_ptr() != local.data_ptr():  # else it is the same memory
         local.copy_(given)

@@ -1,7 +1,8 @@
 """A parameter of a sharded model, as its module would have it without sharding.
 
-For code that reads and writes weights one at a time and knows nothing of shards: what it reads is
-gathered when it asks, what it writes is cut into rows. Nothing else is held meanwhile.
+For code that reads and writes weights one at a time and knows nothing of shards. A weight is
+gathered when it is read, and cut into rows when it is written. No other whole weight is in memory
+meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from megatron_fsdp_adapter.core.topology import Axis
 
 @dataclass(frozen=True, eq=False)
 class ModuleWeight:
-    """The weight of `pair`, one of `engine`. `shape` is that of the module's own parameter (one
-    tensor-parallel slice); `dtype` the compute dtype, that of values for a quantized one; `device`
-    where modules compute, main weights may be in host memory."""
+    """The weight of `pair`, one of the pairs of `engine`.
+
+    shape: of the module's own parameter, which is one tensor-parallel slice; dtype: the dtype of
+    values in which the module computes, also for a quantized weight; device: where modules compute.
+    Main weights may be in host memory."""
 
     pair: ParamPair
     engine: FsdpEngine
@@ -43,14 +46,15 @@ class ModuleWeight:
 
     @property
     def data(self) -> ModuleWeight:
-        """Itself: of a tensor, what is written without a graph."""
+        """Itself. Code that writes a tensor's `data`, to bypass autograd, writes this weight."""
         return self
 
     @torch.no_grad()
     def copy_(self, value: torch.Tensor) -> ModuleWeight:
-        """Writes this rank's rows of `value`, a whole plain tensor of any dtype on any device, to
-        the main weights. Call the engine's `main_weights_changed()` after the last write.
-        ValueError for another shape."""
+        """Writes this rank's rows of `value` to the main weights. Returns itself.
+
+        value: a whole plain tensor of any dtype, on any device. Call the engine's
+        `main_weights_changed()` after the last write. Raises ValueError for another shape."""
         if value.shape != self.shape:
             name = self.pair.managed.fqns[0]
             raise ValueError(
@@ -62,34 +66,36 @@ class ModuleWeight:
         return self
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The main weights, whole, in `dtype` (default: the module's), as `gather_rows`."""
+        """The whole main weights in `dtype` (None: `self.dtype`). Collective as `gather_rows`."""
         return gather_rows(self.pair, self.local, dtype or self.dtype)
 
     @property
     def rows(self) -> FlatRange:
-        """The elements of the parameter that this rank has."""
+        """The elements of the flattened parameter that this rank has."""
         held = self.pair.group.held
         return rows_of(self.pair, held, held.rank)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows of the main weights, behind what still writes them."""
+        """This rank's rows of the main weights, after everything that still writes them."""
         self.engine.gather.updates.settle()
         group = self.pair.group
         return group.main.items(group.held)[self.pair.index]
 
 
 def rows_of(pair: ParamPair, spec: ShardSpec, number: int) -> FlatRange:
-    """The elements of a parameter that shard `number` of `spec`'s layout has."""
+    """The elements of the flattened parameter that shard `number` of `spec`'s layout has."""
     return spec.layout.shard_range(pair.index, number)
 
 
 @torch.no_grad()
 def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole of a tensor in new memory, on every rank that has a shard, of which `local` has the
-    rows that this rank has of the parameter: of its main weights, or of its gradient. In `dtype`,
-    in the shape of the module's own parameter, where modules compute. Collective over those ranks;
-    each sends its rows once, from where they are to lie, and no rank holds more than the result."""
+    """The whole tensor of the geometry of `pair` (main weights or gradient), on every rank that has
+    a shard: new memory in `dtype`, in the shape of the module's own parameter, on the device where
+    modules compute.
+
+    local: this rank's rows of the tensor. Collective over the ranks that have shards. Each sends
+    its rows once, out of the result itself, so no rank holds more than the result."""
     group = pair.group
     held = group.held
     inner = group.inner
@@ -108,8 +114,10 @@ def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> None:
-    """Fills in the part of each rank of `axis`, in order, of `whole`. Rows are cut unevenly, which
-    an all-gather does not take; the sum of tensors of zeros would send everything twice."""
+    """Fills the parts of `whole` that the other ranks of `axis` have. parts: of each rank in order.
+
+    One broadcast for each part: an all-gather needs parts of equal size, and a sum with zeros
+    elsewhere (all-reduce) would send everything twice."""
     works = []
     for rank, part in zip(axis.ranks, parts, strict=True):
         if not part.empty:
@@ -120,7 +128,8 @@ def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> No
 
 
 def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
-    """The weights of `engines`, by the id of either parameter that stands for one."""
+    """The weights of `engines`. Each is there twice: by the id of its unsharded and of its sharded
+    parameter."""
     found = {}
     for engine in engines:
         for pair in engine.pairs:
@@ -141,9 +150,11 @@ def shared_embeddings(engines: Iterable[FsdpEngine]) -> list[ModuleWeight]:
 
 
 def copy_from_first_stage(shared: Sequence[ModuleWeight], group: Any) -> None:
-    """Gives `shared` embeddings, those of this rank, the values of the first stage's. Collective
-    over their data-parallel ranks and over `group`, the embedding group of core. Call the
-    `main_weights_changed()` of their engines afterwards."""
+    """Gives the `shared` embeddings of this rank the values of the first pipeline stage's one.
+
+    group: core's embedding group, whose first rank is on the first stage. Collective over `group`;
+    the ranks of the first stage also gather over their data-parallel ranks. Call the
+    `main_weights_changed()` of the engines afterwards."""
     first, *others = shared
     source = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == source:

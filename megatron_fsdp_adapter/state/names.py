@@ -63,10 +63,11 @@ _INTERLEAVED = ("MambaMixer", "GatedDeltaNet")
 class GlobalNames:
     """Maps names in one rank's module tree to names in the whole model.
 
-    Both without the "module." prefixes of wrappers. renumbered: dotted path of a module or
-    parameter -> its last word in the whole model; alias: a name -> the parameter's name in the
-    whole model; gated: paths of modules whose weights and biases are two halves; interleaved: paths
-    of modules whose tensor-parallel pieces do not join into one tensor.
+    The fields have names and paths in this rank's tree, without the "module." prefixes of wrappers.
+    renumbered: dotted path of a module or parameter -> its last word in the whole model; alias:
+    name of a parameter -> the name that it is saved under, still in this rank's numbers; gated:
+    paths of modules whose weights and biases are two halves; interleaved: paths of modules whose
+    tensor-parallel pieces do not join into one tensor.
     """
 
     renumbered: Mapping[str, str] = field(default_factory=dict)
@@ -113,8 +114,7 @@ def split_depth(name: str) -> tuple[str, str]:
 
 
 def global_names(module: nn.Module) -> GlobalNames:
-    """The names of all parameters and buffers in `module`: a model chunk, wrapped or not. No
-    collective.
+    """The `GlobalNames` of `module`: a model chunk, wrapped or not. No collective.
 
     Raises ValueError if two parameters would be saved under one key.
     """
@@ -140,6 +140,7 @@ def global_names(module: nn.Module) -> GlobalNames:
 
 
 def _renumbered(tree: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
+    """The entries of `GlobalNames.renumbered`."""
     for path, child in tree.items():
         number = getattr(child, "layer_number", None)
         if _LAYER.fullmatch(path) and isinstance(number, int):
@@ -152,8 +153,10 @@ def _renumbered(tree: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
 def _experts(
     path: str, tree: Mapping[str, nn.Module], indices: list[int]
 ) -> Iterable[tuple[str, str]]:
-    """Renumbered paths of modules of one expert each, and of numbered weights in grouped
-    modules."""
+    """The entries of `GlobalNames.renumbered` below `path`, a module of experts: for modules of one
+    expert each, and for the numbered parameters of grouped modules.
+
+    indices: number in the whole model of each expert of this rank."""
     for local, number in enumerate(indices):
         expert = f"{path}.local_experts.{local}"
         if expert in tree:
@@ -171,7 +174,8 @@ def _experts(
 
 
 def _aliases(module: nn.Module) -> Iterable[tuple[str, str]]:
-    """The last pipeline stage's copy of a tied embedding -> the embedding's name."""
+    """The entries of `GlobalNames.alias`: the last pipeline stage's copy of a tied embedding, and
+    the embedding's name."""
     params = {split_depth(name)[1]: param for name, param in module.named_parameters()}
     for name, param in params.items():
         if getattr(param, "shared_embedding", False) and name.endswith(OUTPUT_LAYER):

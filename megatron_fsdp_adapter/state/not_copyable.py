@@ -1,4 +1,5 @@
-"""Refusals of what a module over flat buffers cannot do: copies, pickles, compilation."""
+"""Errors for operations that a module over flat buffers does not support: copies, pickles and
+compilation."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 
 @torch.compiler.disable
 def _raise_under_compilation() -> None:
-    """Raises outside of a trace, as the compiler breaks its graph here. Raised while it traces, the
-    error would only make it run the module without a graph."""
+    """Raises. `torch.compiler.disable` makes the compiler break its graph here and run this call:
+    an error during tracing would only make it run the module without a graph."""
     raise RuntimeError(
         "torch.compile of a wrapped model: gathers change storage, which a compiled graph does "
         "not track. Compile layers of a model for fully_shard_model, or functions of Megatron's "
@@ -19,7 +20,7 @@ def _raise_under_compilation() -> None:
 
 
 def refuse_compilation() -> None:
-    """RuntimeError if torch.compile is tracing the caller."""
+    """Raises RuntimeError if torch.compile is tracing the caller."""
     if torch.compiler.is_compiling():
         _raise_under_compilation()
 

@@ -15,8 +15,9 @@ from .names import EXTRA_STATE, FP8_SCALING
 
 
 def take_scaling(scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor]) -> None:
-    """Takes over the records that a load had. Prints, on one rank, for how many weights it did not
-    describe how they are scaled."""
+    """Loads the records, by key, into the `scalings` of the same keys.
+
+    Prints on rank 0 for how many loaded weights the scale is still unknown."""
     for name, record in records.items():
         scalings[name].load(record)
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
@@ -33,8 +34,10 @@ def take_scaling(scalings: Mapping[str, Scaling], records: Mapping[str, torch.Te
 def forget_scaling(
     pairs: Iterable[ParamPair], child: nn.Module, state: Mapping[str, Any], prefix: str
 ) -> None:
-    """A load into `child` writes weights, of `pairs`, and may have nothing about their scales:
-    TE's module takes its own state, if there is any."""
+    """Makes the scaling of the weights that a load into `child` writes unknown, unless the load has
+    scales: those are in the extra state of TE's module, which loads it itself.
+
+    pairs: of the weights of `child`; state, prefix: as torch gives them to a load hook."""
     extra = state.get(prefix + EXTRA_STATE)
     if isinstance(extra, torch.Tensor) and extra.numel():
         return

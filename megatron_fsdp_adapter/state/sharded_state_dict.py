@@ -38,14 +38,14 @@ ASSIGN = (
 
 
 class ShardedStateDict(NotCopyable, nn.Module):
-    """A module whose state dict is of sharded weights."""
+    """A module whose state dict has sharded weights."""
 
     engine: FsdpEngine
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Sharded parameters (DTensors that share storage with the main weights and know their
-        place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
-        with "module."; see `checkpoint_state_dict` for those of the whole model."""
+        """Sharded parameters and persistent buffers. The parameters are DTensors that share storage
+        with the main weights and know their place in a checkpoint. Keys are the module's own names,
+        which begin with "module."; `checkpoint_state_dict` has those of the whole model."""
         return super().state_dict(*args, **kwargs)
 
     @torch.no_grad()
@@ -55,8 +55,8 @@ class ShardedStateDict(NotCopyable, nn.Module):
         Collective: every rank calls it.
 
         Args:
-            cpu_offload: each goes to the CPU as it is gathered; otherwise the device has to hold
-                the whole model.
+            cpu_offload: each tensor goes to the CPU once it is gathered. Otherwise the device has
+                to hold the whole model.
         """
         params = self._params_by_key()
         found = {}
@@ -75,8 +75,8 @@ class ShardedStateDict(NotCopyable, nn.Module):
 
     def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """The full state under the names, and in the pieces, that a checkpoint has on every rank
-        (`checkpoint.names`). Pieces are views of the main weights. Quantized parameters that were
-        left alone are what they stand for.
+        (`names.py`). Pieces are views of the main weights. Quantized parameters that were left
+        alone come as the values that they stand for, unless `keep_vars`.
 
         Raises ValueError naming the parameters that tensor parallelism splits in a way that a
         checkpoint cannot describe.
@@ -100,6 +100,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return frozenset(checkpoint_form(own, self._checkpoint_names(params)))
 
     def _checkpoint_names(self, params: ModuleParams) -> GlobalNames:
+        """The global names. Raises ValueError as `checkpoint_state_dict` does."""
         names = global_names(self)
         mixed = []
         for name, param in params.items():
@@ -113,14 +114,15 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return names
 
     def _params_by_key(self) -> dict[str, nn.Parameter]:
-        """State-dict keys and their sharded parameters. Keys are not parameter names: a
-        Float16Module is a level in names and none in keys."""
+        """The sharded parameters by state-dict key. Makes the module show sharded parameters. Keys
+        are not parameter names: a Float16Module is a level in names but not in keys."""
         self.engine.to_sharded()
         entries = super().state_dict(keep_vars=True)
         return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
     def _scalings(self, params: ModuleParams) -> dict[str, Scaling]:
-        """Key of a record beside the weight's -> the state of delayed scaling."""
+        """Key of a scaling record (the weight's key with `FP8_SCALING`) -> the weight's state of
+        delayed scaling."""
         pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
         found = {}
         for key, param in params.items():
@@ -135,14 +137,18 @@ class ShardedStateDict(NotCopyable, nn.Module):
         """Copies values into the main weights and refreshes the compute weights.
 
         Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
-        shorter or longer. A value is a plain tensor of the module's own shape, of which this rank
-        takes its rows, or a DTensor of the whole tensor's. One that is not cut like the parameter
-        (of FSDP2, of `distribute_tensor`, of a model with other units) is gathered temporarily,
-        which is collective. Returns what torch would for the module: missing and unexpected keys.
+        shorter or longer. A value is one of:
+
+        - a plain tensor of the shape of the module's own parameter; this rank takes its rows;
+        - a DTensor of the whole tensor's shape. If it is not cut like the parameter (one of FSDP2,
+          of `distribute_tensor`, of a model with other units), it is gathered temporarily, which
+          is collective.
+
+        Returns what torch would return for the module: missing and unexpected keys.
 
         Raises:
-            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors of
-                unknown rows; before anything is written on any rank.
+            ValueError: missing or unexpected entries (if `strict`), mis-shaped entries, DTensors of
+                unknown rows, or `assign`. Nothing is written then.
         """
         if assign:
             raise ValueError(ASSIGN)
@@ -176,10 +182,12 @@ class ShardedStateDict(NotCopyable, nn.Module):
 
 
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
-    """A state dict of any module below shows main weights. A load into any takes what the wrapper's
-    takes, and refreshes the compute weights."""
+    """Makes the state dict of `module` and of each module below it one of main weights. A load into
+    any of them takes the values that a load into the wrapper takes, and refreshes the compute
+    weights."""
     ref = weakref.ref(engine)
-    owned: dict[int, list[int]] = {}  # numbers of pairs: a hook holds nothing of the engine
+    # By a module's id, numbers of its pairs: a hook holds nothing of the engine.
+    owned: dict[int, list[int]] = {}
     for number, pair in enumerate(engine.pairs):
         for owner, _ in pair.managed.slots:
             owned.setdefault(id(owner), []).append(number)

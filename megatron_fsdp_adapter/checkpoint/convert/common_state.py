@@ -82,7 +82,6 @@ def load_common(folder: DcpFolder) -> dict[str, Any]:
 
 
 def _has_object(folder: DcpFolder) -> bool:
-    """True if the common state is an object among the others."""
     return OBJECT in folder.metadata.state_dict_metadata
 
 

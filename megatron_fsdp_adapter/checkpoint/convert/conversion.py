@@ -140,7 +140,6 @@ def _check_format(name: str) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Raises ValueError unless `target` is new or an empty folder."""
     if os.path.lexists(target) and not target.is_dir():
         what = "a link that leads nowhere" if target.is_symlink() else "a file"
         raise ValueError(f"{target} is {what}. Name a new folder for the result")

@@ -125,7 +125,6 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
 
 
 def _style(names: Collection[str]) -> NameStyle:
-    """The style of the model whose stored names are these."""
     return NameStyle(
         fused_norms=any("linear_qkv.layer_norm_" in name for name in names),
         grouped_experts=any(".experts.linear_fc" in name for name in names),

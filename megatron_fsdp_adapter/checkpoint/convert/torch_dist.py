@@ -372,7 +372,6 @@ def _commonest_dtype(weights: Tensors) -> torch.dtype | None:
 
 
 def _check_optimizer(folder: DcpFolder) -> None:
-    """Raises ValueError if the optimizer is stored as flat buckets."""
     buckets = [key for key in folder.tensor_keys if _BUCKETS.match(key)]
     if buckets:
         raise ValueError(
