@@ -128,7 +128,7 @@ class AutoBudgetEngine(FsdpEngine):
             self._keep(self.agreed)
 
     def _keep(self, budget: int) -> None:
-        """Chooses the units that are kept unsharded within `budget` bytes; rank 0 prints them."""
+        # Chooses the units that are kept unsharded within `budget` bytes; rank 0 prints them.
         layouts = []
         forward_only = []
         keeping: Sequence[str] = KEEPING

@@ -42,8 +42,8 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
 
 def _copy_attributes(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
     """Copies attributes. Code that groups, clips, reduces or names parameters may read any of them,
-    so all are copied except `UNSHARDED_ONLY`, those of the engine ("_fsdp_"), and those in which a class of
-    quantized tensors keeps its values. Attributes that `sharded` has already stay."""
+    so all are copied except: `UNSHARDED_ONLY`, those of the engine ("_fsdp_"), and those in which a
+    class of quantized tensors keeps its values. Attributes that `sharded` has already stay."""
     left_out = {*UNSHARDED_ONLY, *attributes_of_class(unsharded), *vars(sharded)}
     for name, value in vars(unsharded).items():
         if name not in left_out and not name.startswith("_fsdp_"):

@@ -134,7 +134,7 @@ class AsyncSaver:
             return make_writer(root, iteration, keep_last, topology)
 
         # `wait` finishes this save before the next one starts, so the thread's group is free then.
-        self._writing = self.start(stored, new_writer, finish_ranks=self.ranks)
+        self._writing = self.start(stored, new_writer, self.ranks)
 
     def start(
         self, stored: StateMapping, new_writer: Callable[[], SafeWriter], finish_ranks: Coordinator

@@ -103,7 +103,7 @@ def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
 
 
 def _kind_of(error: BaseException) -> int:
-    """The index in `_KINDS` of the error that ranks raise for `error`."""
+    # The index in `_KINDS` of the error that ranks raise for `error`.
     for i, kind in enumerate(_KINDS):
         if isinstance(error, kind):
             return i
@@ -130,7 +130,7 @@ def _by_ranks(messages: Mapping[int, str]) -> list[str]:
 
 
 def _report(stage: str, messages: Mapping[int, str], size: int) -> str:
-    """The message of the common error: the message itself if all `size` ranks have the same."""
+    # The message of the common error: the message itself if all `size` ranks have the same.
     different = set(messages.values())
     if len(different) == 1 and len(messages) == size:
         return different.pop()

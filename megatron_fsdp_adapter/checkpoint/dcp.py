@@ -232,8 +232,8 @@ def _check_call(root: Path, iteration: int, state: StateMapping, keep_last: int 
 def _open(
     root: Path, iteration: int | None, state: StateMapping, rank: int, vocab_size: int | None
 ) -> _Opened:
-    """Opens the checkpoint and compares this rank's state with it. Differences are returned, so
-    that one error can list those of all ranks."""
+    # Opens the checkpoint and compares this rank's state with it. Differences are returned, so
+    # that one error can list those of all ranks.
     stored = to_stored(state, rank, is_loading=True)
     number = folders.read_tracker(root) if iteration is None else iteration
     folder, metadata = folders.open_checkpoint(root, number)

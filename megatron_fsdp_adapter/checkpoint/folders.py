@@ -283,7 +283,7 @@ def half_written(root: Path) -> tuple[str, ...]:
 
 
 def _is_half(path: Path) -> bool:
-    """True for a temporary folder, and for a final one without .metadata."""
+    # True for a temporary folder, and for a final one without .metadata.
     prefix, number = _parsed(path)
     if number is None or prefix == REPLACED:
         return False
@@ -393,7 +393,7 @@ def read_metadata(root: Path, folder: Path) -> Metadata:
 
 
 def _remedy(root: Path) -> str:
-    """The end of an error's text: the checkpoints of `root` that can be loaded instead."""
+    # The end of an error's text: the checkpoints of `root` that can be loaded instead.
     complete = complete_iterations(root)
     broken = half_written(root)
     if complete:
@@ -407,7 +407,7 @@ def _remedy(root: Path) -> str:
 
 
 def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
-    """The folders that `publish` deletes after a save of `iteration`."""
+    # The folders that `publish` deletes after a save of `iteration`.
     leftovers = []
     for path in root.iterdir():
         prefix, number = _parsed(path)
@@ -442,7 +442,7 @@ def _remove(path: Path) -> None:
 
 
 def _unless_gone(_: Any, __: str, info: Any) -> None:
-    """The error handler of `shutil.rmtree`: raises the error unless something is gone already."""
+    # The error handler of `shutil.rmtree`: raises the error unless something is gone already.
     if not isinstance(info[1], FileNotFoundError):
         raise info[1]
 

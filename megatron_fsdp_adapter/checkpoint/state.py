@@ -160,7 +160,7 @@ def compare(leaves: StateMapping, metadata: Metadata) -> Mismatch:
 
 
 def _cut(entry: TensorStorageMetadata) -> tuple[int, torch.Size]:
-    """A key for the way a stored tensor is cut into blocks, valid while `entry` exists."""
+    # A key for the way a stored tensor is cut into blocks, valid while `entry` exists.
     return id(entry.chunks), entry.size
 
 
@@ -195,7 +195,7 @@ def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
 
 
 def _restored(loaded: Any, value: Any, rank: int) -> Any:
-    """`from_stored` of one value. value: its original."""
+    # `from_stored` of one value. value: its original.
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
@@ -236,7 +236,7 @@ def _bad_keys(value: Any, path: str) -> list[str]:
 
 
 def _unusable(leaf: Any) -> str:
-    """The reason why a leaf cannot be stored or loaded in place; empty if it can."""
+    # The reason why a leaf cannot be stored or loaded in place; empty if it can.
     if not isinstance(leaf, torch.Tensor):
         return ""
     if leaf.is_meta:
@@ -250,8 +250,8 @@ def _unusable(leaf: Any) -> str:
 
 
 def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
-    """The difference of a leaf from its stored entry; empty if there is none. whole: `_is_whole`,
-    by `_cut`."""
+    # The difference of a leaf from its stored entry; empty if there is none. whole: `_is_whole`,
+    # by `_cut`.
     is_tensor = isinstance(stored, TensorStorageMetadata)
     if is_tensor != isinstance(leaf, torch.Tensor):
         kind = "a tensor" if is_tensor else "an object"

@@ -136,7 +136,7 @@ def _chunks(
 
 
 def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
-    """Raises ValueError for options with a wrong value."""
+    # Raises ValueError for options with a wrong value.
     found = []
     if which not in (ALL, CHANGED, TRAINED):
         found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")
@@ -399,7 +399,7 @@ def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int
 
 
 def _whole_shape(described: Described, shape: Shape) -> Shape:
-    """The shape of the whole tensor. shape: of one tensor-parallel rank's part."""
+    # The shape of the whole tensor. shape: of one tensor-parallel rank's part.
     if described.split is None:
         return shape
     whole = list(shape)

@@ -171,7 +171,7 @@ def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
 
 
 def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
-    """The kinds that the `argument` names. Raises ValueError for unknown ones."""
+    # The kinds that the `argument` names. Raises ValueError for unknown ones.
     given = [kinds] if isinstance(kinds, str) else list(kinds)
     wrong = [kind for kind in given if kind not in ALL_KINDS]
     raise_problems(

@@ -302,7 +302,7 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
 
 
 def _fit_here(own: Chunks, value: DTensor) -> int:
-    """The cut of `value` on this rank, compared with the chunks `own` of its target."""
+    # The cut of `value` on this rank, compared with the chunks `own` of its target.
     given = chunks_of(value)
     if given is None:
         if not set(map(type, value._spec.placements)) <= {Shard, Replicate}:

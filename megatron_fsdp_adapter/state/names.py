@@ -140,7 +140,7 @@ def global_names(module: nn.Module) -> GlobalNames:
 
 
 def _renumbered(tree: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
-    """The entries of `GlobalNames.renumbered`."""
+    # The entries of `GlobalNames.renumbered`.
     for path, child in tree.items():
         number = getattr(child, "layer_number", None)
         if _LAYER.fullmatch(path) and isinstance(number, int):

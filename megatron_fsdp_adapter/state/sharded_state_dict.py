@@ -100,7 +100,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return frozenset(checkpoint_form(own, self._checkpoint_names(params)))
 
     def _checkpoint_names(self, params: ModuleParams) -> GlobalNames:
-        """The global names. Raises ValueError as `checkpoint_state_dict` does."""
+        # The global names. Raises ValueError as `checkpoint_state_dict` does.
         names = global_names(self)
         mixed = []
         for name, param in params.items():

@@ -180,7 +180,7 @@ class DcpFolder:
         return self._load(MetadataIndex(key), weights_only=False)
 
     def _chunk(self, key: str, chunk: Box) -> torch.Tensor:
-        """The stored chunk of `key` at the offsets and of the sizes `chunk`."""
+        # The stored chunk of `key` at the offsets and of the sizes `chunk`.
         index = MetadataIndex(key, torch.Size(chunk[0]))
         if self._kept is None or self._kept[0] != index:
             self._kept = None  # first, so that two are never in memory
@@ -194,7 +194,7 @@ class DcpFolder:
         return self._kept[1]
 
     def _load(self, index: MetadataIndex, weights_only: bool) -> Any:
-        """The stored value of `index`, unpickled as `trusted` says unless it is `weights_only`."""
+        # The stored value of `index`, unpickled as `trusted` says unless it is `weights_only`.
         info = self.metadata.storage_data[index]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(
@@ -295,12 +295,12 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> Shape:
-    """The offsets `a` relative to the offsets `b`."""
+    # The offsets `a` relative to the offsets `b`.
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 def _intersect(a: Box, b: Box) -> Box | None:
-    """The block that two blocks of a tensor share; None if they share no element."""
+    # The block that two blocks of a tensor share; None if they share no element.
     starts = []
     sizes = []
     for start_a, size_a, start_b, size_b in zip(*a, *b, strict=True):

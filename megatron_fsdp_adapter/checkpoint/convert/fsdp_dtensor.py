@@ -43,8 +43,8 @@ _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")
 _STEP = "step"
 _BESIDE_WEIGHTS = ("args", "checkpoint_version", "iteration")
+# By the number of "module." prefixes in DEEP, the model's compute dtype.
 _DTYPE_OF_DEPTH = {2: torch.float32, 3: torch.bfloat16}
-"""Number of "module." prefixes in DEEP -> the model's compute dtype."""
 
 
 def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
@@ -138,7 +138,7 @@ def _with_optimizer(
     tensors: Mapping[KeyPath, LazyTensor],
     objects: Mapping[KeyPath, str],
 ) -> TrainingState:
-    """`state` with the optimizer's part. tensors: by path; objects: path -> key."""
+    # `state` with the optimizer's part. tensors: by path; objects: path -> key.
     kinds: dict[str, Tensors] = {}
     steps: dict[str, torch.Tensor] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -175,8 +175,8 @@ def _check_moments(
     groups: Mapping[str, Any],
     where: Path,
 ) -> None:
-    """Raises ValueError for moments without a weight, of another shape than it, or without a
-    parameter group if there are groups."""
+    # Raises ValueError for moments without a weight, of another shape than it, or without a
+    # parameter group if there are groups.
     unknown = []
     misshapen = []
     ungrouped = []
@@ -204,8 +204,8 @@ def _rest(
     objects: Mapping[KeyPath, str],
     weights_only: bool,
 ) -> dict[str, Any]:
-    """`TrainingState.rest`: the values that are of neither model nor optimizer. weights_only: only
-    those of `_BESIDE_WEIGHTS`."""
+    # `TrainingState.rest`: the values that are of neither model nor optimizer. weights_only: only
+    # those of `_BESIDE_WEIGHTS`.
     rest: dict[str, Any] = {}
     for path, key in objects.items():
         first = path[0]
@@ -219,14 +219,14 @@ def _rest(
 
 
 def _depth(state: TrainingState) -> int:
-    """The number of "module." prefixes in DEEP."""
+    # The number of "module." prefixes in DEEP.
     if state.depth is not None:
         return state.depth
     return 2 if state.params_dtype == torch.float32 else 3
 
 
 def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> Tensors:
-    """Suffix of the key -> the tensor, or each of its halves."""
+    # Suffix of the key -> the tensor, or each of its halves.
     if _has_halves(name, style):
         return split_halves(tensor)
     return {"": tensor}

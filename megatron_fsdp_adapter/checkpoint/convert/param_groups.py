@@ -122,7 +122,7 @@ def _traits(group: Mapping[str, Any]) -> tuple[bool, ...]:
 def _group_of(
     name: str, shape: Shape, is_beside_adam: bool, groups: list[dict[str, Any]], where: Path
 ) -> Mapping[str, Any]:
-    """The group of a parameter, found by its `_traits`."""
+    # The group of a parameter, found by its `_traits`.
     is_undecayed = len(shape) == 1 or name.endswith(".bias")
     wanted = is_expert(name), is_undecayed, is_beside_adam
     candidates = groups

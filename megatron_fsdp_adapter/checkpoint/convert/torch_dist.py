@@ -247,7 +247,7 @@ class _Keys:
 
 
 def _stack(key: str, parts: Mapping[Shape, LazyTensor], sizes: Shape) -> LazyTensor:
-    """The stack of `sizes` of the parts, which are given by their indices in it."""
+    # The stack of `sizes` of the parts, which are given by their indices in it.
     if not sizes:
         return parts[()]
     inner = []
@@ -282,7 +282,7 @@ def _with_optimizer(
     common: Mapping[str, Any],
     where: Path,
 ) -> TrainingState:
-    """`state` with the optimizer's part. optimizer: kind -> tensors by name."""
+    # `state` with the optimizer's part. optimizer: kind -> tensors by name.
     kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
     main: Tensors = {}
     for kind in _MAIN_WEIGHTS:
@@ -301,8 +301,8 @@ def _with_optimizer(
 def _rest(
     folder: DcpFolder, common: Mapping[str, Any], record: Mapping[str, Any], weights_only: bool
 ) -> dict[str, Any]:
-    """`TrainingState.rest`: the common state without the optimizer, and the RNG states by the
-    names of `fsdp_dtensor`. record: the `RECORD` of the folder, {} if it has none."""
+    # `TrainingState.rest`: the common state without the optimizer, and the RNG states by the
+    # names of `fsdp_dtensor`. record: the `RECORD` of the folder, {} if it has none.
     if weights_only:
         kept = ("args", "checkpoint_version", "iteration")
         return {key: common[key] for key in kept if key in common}
@@ -360,13 +360,12 @@ def _style(common: Mapping[str, Any]) -> NameStyle | None:
 
 
 def _dropped(folder: DcpFolder) -> tuple[str, ...]:
-    """`TrainingState.dropped`: the objects that are not read, except `_extra_state`."""
+    # `TrainingState.dropped`: the objects that are not read, except `_extra_state`.
     kept = (key for key in folder.object_keys if not _RNG_OBJECT.fullmatch(key))
     return tuple(key for key in kept if key != OBJECT and "_extra_state" not in key)
 
 
 def _commonest_dtype(weights: Tensors) -> torch.dtype | None:
-    """The dtype that most parameters have; None without parameters."""
     dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
     return max(set(dtypes), key=dtypes.count) if dtypes else None
 

@@ -240,7 +240,7 @@ def check_layers(state: TrainingState, where: object) -> None:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """The lowest and the highest number, and how many there are, as text."""
+    # The lowest and the highest number, and how many there are, as text.
     listed = sorted(numbers)
     if not listed:
         return "(none)"
