@@ -102,8 +102,8 @@ POISON_VARIABLE = "MEGATRON_FSDP_ADAPTER_POISON"
 
 
 def poison_asked() -> bool:
-    """True if the environment asks for poisoned buffers; ValueError for a value that is neither 0
-    nor 1. An environment variable, so that any run can be repeated with it, unchanged."""
+    """True if the environment asks for poisoned buffers. Raises ValueError for a value that is
+    neither 0 nor 1. It is a variable so that any run can be repeated with it, unchanged."""
     value = os.environ.get(POISON_VARIABLE, "0")
     if value not in ("0", "1"):
         raise ValueError(
@@ -124,8 +124,8 @@ class EngineConfig:
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
         reduce_scatter: how gradients are reduced where main weights are sharded.
-        scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
-            came out of the reduction, which is smaller and rounds once.
+        scale_before_sum: the domain's scale is applied to what is communicated. Otherwise it is
+            applied to what came out of the reduction, which is smaller and rounds once.
         weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
             units use in turn, where the strategy makes them transient at all.
         poison_buffers: buffers hold NaN whenever they are handed out or given back, to find reads
@@ -133,13 +133,13 @@ class EngineConfig:
             `MEGATRON_FSDP_ADAPTER_POISON` is 1.
         keep_derived: what backward derives from kept quantized weights (transposes) stays until
             main weights change, and not only until the unit has run.
-        offload: main weights and optimizer state are in host memory, where they are not needed
-            there as compute weights; see `ParamGroup.main_on_host`.
+        offload: main weights and optimizer state are in host memory. Main weights are not if they
+            are compute weights too, or quantized ones are made of them (`ParamGroup.main_on_host`).
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
-        whole: names of domains whose shard axis has one rank, in order. Its shard is everything:
-            compute weights are kept, and backward adds to the main gradients. Those go between
-            steps, as shards do.
+        whole: names of domains whose shard axis has one rank, in order. This rank has everything
+            there: compute weights are kept, and backward adds to the main gradients. Those are
+            released between steps, as shards are.
     """
 
     strategy: Strategy
@@ -191,8 +191,8 @@ class EngineConfig:
             )
 
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:
-        """This config with a unit's own strategy, None for the engine's. What is kept is no bucket;
-        how gradients are reduced is the domain's matter."""
+        """This config with a unit's own strategy; None for the engine's. Kept gradients are reduced
+        by a plain reduce-scatter. Raises ValueError if the rows differ in `shard_main`."""
         if strategy is None or strategy == self.strategy:
             return self
         if strategy.shard_main != self.strategy.shard_main:
@@ -205,8 +205,8 @@ class EngineConfig:
         return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
 
     def for_group(self, strategy: Strategy | None, domain: str) -> EngineConfig:
-        """`for_unit`, for those of its groups that are in the domain of this name. Nothing is
-        communicated over a shard axis of one rank, so nothing is cast or made ready for that."""
+        """`for_unit`, for the unit's groups in the domain of this name. A domain of one rank
+        communicates nothing over its shard axis, so nothing is cast or made ready for that."""
         if domain not in self.whole:
             return self.for_unit(strategy)
         return replace(
@@ -223,8 +223,8 @@ class EngineConfig:
     @property
     def narrows_buckets(self) -> bool:
         """True if buckets may hold gradients in the dtype that autograd gives them, where that is
-        narrower than the communication dtype: sums are in float32, as if each had been cast before,
-        and what is scaled afterwards is not rounded to that dtype."""
+        narrower than the communication dtype. The sums do not change: they are in float32, as if
+        each gradient had been cast before, and scaling comes after them."""
         return self.reduce_scatter.into_shards and not self.scale_before_sum
 
 

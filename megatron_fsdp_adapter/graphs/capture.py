@@ -1,8 +1,8 @@
 """CUDA graphs: pools of memory, capture, replay.
 
-What is here is all that the rest of the package asks of a device. Tests put a class in its place
-that records operators on the host, so that what a replay reads, writes and leaves out can be looked
-at without a GPU.
+The rest of the package uses graphs of a device only by `CudaGraphs`. Tests put a class in its place
+that records operators on the host: so they see without a GPU what a replay reads, writes and leaves
+out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 
 
 class CudaGraphs:
-    """Captures functions. What they allocate is in a *pool*: memory that nothing but captures in
-    the same pool is given, at addresses that a replay uses again.
+    """Captures functions. What they allocate is in a *pool*: memory that only captures in the same
+    pool are given, at addresses that a replay uses again.
 
-    generators: those that captured functions draw from, beside the device's own, in a state that
-    graphs can use.
+    generators: of random numbers, beside the device's own, that captured functions draw from. They
+        must be in a state that graphs can use.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class CudaGraphs:
         generators: Callable[[], Iterable[torch.Generator]] = tuple,
     ) -> None:
         # One for all captures. Autograd runs the nodes of a captured forward on the stream that
-        # they were made on: were the backward's another one, the two would not be one capture.
+        # they were made on, so the backward has to be captured on that stream too.
         self._stream = torch.cuda.Stream(device=device)
         self._generators = generators
 
@@ -49,17 +49,16 @@ class CudaGraphs:
     def capture(
         self, function: Callable[[], Result], pool: Any
     ) -> tuple[Callable[[], None], Result]:
-        """Captures `function`: returns a callable that replays its launches, none of which has run,
-        on the current stream, and what `function` returns: tensors that hold something after a
-        replay.
+        """Captures `function`. Returns a callable that replays its launches on the current stream,
+        and what `function` returns. Nothing has run yet: those tensors have values after a replay.
 
         `torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
         pipeline would wait for what another one sends it, and that one for what this one sends.
 
         The beginning of a capture does write, on its stream: seeds and offsets of random numbers,
-        which all graphs of a generator share, to memory that the allocator may just have had back
-        from kernels that wait on the current stream. So it is ordered behind what was launched
-        there, and what comes next behind it."""
+        which all graphs of a generator share. The allocator may just have had that memory back from
+        kernels that wait on the current stream. So the capture is ordered behind what was launched
+        there, and what comes next there behind the capture."""
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators():
             graph.register_generator_state(generator)
@@ -84,8 +83,8 @@ class CudaGraphs:
         return graph.replay, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor at the same address, with the same shape, strides and dtype, that does not keep
-        the memory: the pool may give it to a later capture, which is replayed later."""
+        """A tensor at the same address, with the same shape, strides and dtype, which does not keep
+        the memory. The pool may give that to a later capture, which is replayed later."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes == 0:
@@ -105,7 +104,8 @@ class CudaGraphs:
 
 
 def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
-    """Ends a capture in which `error` was raised, so that the device can be used to report it."""
+    """Ends a capture in which `error` was raised, so that the device can be used again. If that
+    fails too, the text of the failure is added to `error`."""
     try:
         graph.capture_end()
     except RuntimeError as second:  # the first error explains more than the second

@@ -8,10 +8,10 @@ captured where its pass comes to it for the first time, in the middle of a train
 replayed: nothing is warmed up on made-up data or written that an eager step does not write, and
 autograd, fused weight gradients and quantizers are what they are in that step.
 
-What a graph reads of others is copied into memory of its own; or is read where it is, if the call
-in front of it in the same pass has left it there. Inputs, outputs and gradients are known by
-aliases: a tensor held for good would keep its memory from later captures of the same pool, which is
-the whole of a model's activations once more.
+An input of a graph is copied into memory of the graph's own. It is read where it is if another
+graph of the same pass has left it there. Inputs, outputs and gradients are known by aliases: a
+tensor held for good would keep its memory from later captures of the same pool, so that a model's
+activations would be there once more.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 
 def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> Any:
-    """A template of `value`, nested pairs of a type and what a replay's value has in common with
-    the capture's; comparable. Tensors are appended to `tensors`.
+    """A template of `value`, without its tensors, which are appended to `tensors`.
 
-    TypeError for what is neither a tensor, a plain value nor a tuple or dict of those. What is
-    `returned` may be a parameter (a bias that is added outside): it stays, with its gradient.
+    The template is nested pairs of a type and what a replay's value has to have in common with the
+    capture's. Templates can be compared. returned: `value` is what a module returned. It may have a
+    parameter then (a bias that is added outside), which stays in the template.
+
+    Raises:
+        TypeError: something is neither a tensor, a plain value nor a tuple or dict of those.
     """
     if isinstance(value, nn.Parameter):
         if returned:
@@ -54,7 +57,7 @@ def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> An
 
 
 def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The reverse of `strip`."""
+    """The value that has this template and these tensors: the reverse of `strip`."""
     kind, value = template
     if kind is torch.Tensor:
         return next(tensors)
@@ -70,7 +73,7 @@ class Site:
     """A module that is captured.
 
     Attributes:
-        module: a weak reference: the module has what holds this.
+        module: a weak reference, as the module's `forward` holds this object.
         parts: the groups whose buckets its weight gradients go to, with the indices of its
             parameters in them.
     """
@@ -95,7 +98,7 @@ class Site:
                     yield value
 
     def check_open(self) -> None:
-        """RuntimeError if its unit's backward does not run."""
+        """Raises RuntimeError if its unit's backward does not run."""
         if not all(group.direct.is_open for group, _ in self.parts):
             raise RuntimeError(
                 f"{self.name}: the backward of its graph runs outside of its unit's backward. Call "
@@ -103,7 +106,7 @@ class Site:
             )
 
     def take_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Its parameters with the gradients that they have, which are taken off them."""
+        """Takes gradients off its parameters; returns the parameters that had one, with it."""
         found = []
         for group, indices in self.parts:
             for index in indices:
@@ -114,7 +117,7 @@ class Site:
         return found
 
     def move_grads(self) -> None:
-        """Moves `.grad` into the buckets, as a unit's end does; inside of a capture."""
+        """Moves `.grad` into the buckets, as the end of a unit's backward does. In a capture."""
         for group, indices in self.parts:
             given = [(index, group.params[index].grad) for index in indices]
             direct = group.direct
@@ -144,8 +147,8 @@ class CapturedCall:
     def record(
         self, tensors: Sequence[torch.Tensor], left_there: Container[int]
     ) -> list[torch.Tensor]:
-        """Captures the forward and runs it; returns its outputs. left_there: addresses of what
-        graphs of this pass have returned."""
+        """Captures the forward and runs it; returns its outputs. left_there: addresses of tensors
+        that graphs of this pass have returned."""
         # Of each input, whether the graph reads it where it is.
         self._read_there = [tensor.data_ptr() in left_there for tensor in tensors]
 
@@ -176,7 +179,7 @@ class CapturedCall:
         return [output.detach() for output in outputs]
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if what the graph reads where others left it is there."""
+        """True if the inputs that the graph reads where they are lie at the captured addresses."""
         for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True):
             if there and tensor.data_ptr() != place.data_ptr():
                 return False
@@ -200,11 +203,11 @@ class CapturedCall:
     # Backward.
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of the inputs; those of weights are in the bucket. The first one is
-        captured.
+        """Runs the backward, and captures it the first time. Returns the gradients of the inputs;
+        those of weights are in the bucket.
 
-        Of inputs that come from elsewhere they are copies: a pipeline may still be sending them
-        to the stage before when the next pass in this pool overwrites the graph's.
+        Gradients of inputs that come from outside of the graphs are copies: a pipeline may still be
+        sending them to the stage before when the next pass in this pool overwrites the graph's.
         """
         self.site.check_open()
         if self._inner is None:
@@ -256,7 +259,8 @@ class CapturedCall:
                 if place is not None and output.requires_grad:
                     reached.append(output)
                     grads_reached.append(place)
-            eager = self.site.take_grads()  # of its eager calls, which are no part of this graph
+            # Gradients of eager calls are no part of this graph, so they are put aside.
+            eager = self.site.take_grads()
             # Not `autograd.grad`, in which parts that are recomputed (checkpoints) refuse to run.
             torch.autograd.backward(reached, grads_reached)
             self.site.move_grads()

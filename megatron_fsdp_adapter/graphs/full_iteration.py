@@ -2,8 +2,8 @@
 
 Megatron captures forward and backward of all microbatches with `finalize_model_grads`, once, and
 replays them; optimizer, `zero_grad_buffer` and `start_param_sync` run outside, in every iteration.
-Nothing of Python runs in a replay, so between two replays the wrapper has to be what it was before
-the capture, and after one what it was after it:
+No Python code runs in a replay. So before each replay the wrapper has to be in the state that it
+had before the capture, and after it in the state that it had after the capture:
 
     at the start of a capture   no gradients; all weights outdated, so that the graph has every
                                 gather itself; the streams of gathers and reductions join it
@@ -36,7 +36,7 @@ class FullIterationGraphs:
         self._is_capturing = is_capturing or engine.runtime.is_capturing
         # A capture of a training iteration has begun, and has not ended.
         self._open = False
-        # Gradients are to be forgotten, by the next eager training step.
+        # The next eager training step has to forget the gradients.
         self._stale = False
         # A capture has begun, with gradients or without.
         self._has_graphs = False
@@ -56,8 +56,8 @@ class FullIterationGraphs:
             self._engine.zero_grads()
 
     def after_forward(self) -> None:
-        """A forward pass has ended. Without gradients that ends its capture too; and a replay does
-        not wait for what was gathered ahead of an eager one."""
+        """A forward pass has ended. If it had no gradients, orders compute behind all gathers: that
+        ends its capture, and a replay would not wait for gathers that an eager pass launched."""
         if self._has_graphs and not self._open and not torch.is_grad_enabled():
             self._engine.gather.quiesce()
 
@@ -87,7 +87,8 @@ class FullIterationGraphs:
             self._engine.quantization.at_once = True
 
     def keeps_gradients(self) -> bool:
-        """Gradients should be forgotten. True if that has to wait, as a replay may follow."""
+        """True if gradients, which should be forgotten now, have to stay: a replay may follow. The
+        next eager training step forgets them."""
         if not self.captured or self._is_capturing():
             return False
         self._stale = True

@@ -1,11 +1,12 @@
 """CUDA graphs of single modules inside of units: which graph a call replays, and when one is made.
 
 A *pass* is a forward of the model with its backward. Its calls of captured modules are a *program*,
-in the order in which they came when it was recorded: in the middle of a training step, each graph
-where its call or its backward comes. Passes that may be in flight at once (stages of a pipeline)
-have pools of their own; passes that use one pool come one after the other, each to its end, and
-every pass gives its calls in the program's order. So what a capture may reuse of the pool at some
-place of a program, a replay may overwrite at that place: memory is what one eager pass needs.
+in the order in which they came when it was recorded. It is recorded in the middle of a training
+step, each graph where its call or its backward comes. Passes that may be in flight at once (stages
+of a pipeline) have pools of their own. Passes that use one pool come one after the other, each to
+its end, and every pass gives its calls in the program's order. So what a capture may reuse of the
+pool at some place of a program, a replay may overwrite at that place: memory is what one eager pass
+needs.
 
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; the reason is printed once, and
@@ -44,9 +45,11 @@ class Pass:
     """One forward and its backward.
 
     Attributes:
-        index: of its pool, from its first captured call on.
-        calls: its program, which it makes if it `records`; position: behind the last that came.
+        index: of its pool; -1 before its first captured call.
+        calls: its program. If it `records`, it makes that.
+        position: in `calls`, behind the last one that came.
         outstanding: how many calls wait for their backward.
+        is_eager: none of its calls goes through a graph.
         addresses: of what its graphs have returned.
     """
 
@@ -87,7 +90,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        # `once_differentiable` lets it pass where `grads` are constants.
+        # Not torch's `once_differentiable`: it raises nothing where `grads` are constants.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True: a backward through {ctx.call.site.name} replays a CUDA graph, "
@@ -184,8 +187,8 @@ class LayerGraphs:
                 self._end_if_over(current)
 
     def step_done(self) -> None:
-        """A training step's gradients are complete. After the first step in which nothing more was
-        captured, prints on one rank what is captured and what it takes."""
+        """Ends a training step, whose gradients are complete. After the first step in which nothing
+        more was captured, prints the summary on one rank."""
         self._steps += 1
         self._eager_in_step = False
         is_settled = 0 < self.captured == self._captured_before
@@ -210,8 +213,8 @@ class LayerGraphs:
         )
 
     def reset(self) -> None:
-        """Nothing is in flight any more: a step is over, or was given up. RuntimeError if
-        recordings come to no end."""
+        """Forgets the passes in flight: a step is over, or was given up. Raises RuntimeError if the
+        recordings of three steps came to no end."""
         self._eager_in_step = False
         unfinished = any(one.records for one in self._in_flight)
         self._in_flight = []
@@ -255,7 +258,7 @@ class LayerGraphs:
 
     def _run(self, current: Pass, call: CapturedCall, tensors: Sequence[torch.Tensor]) -> Any:
         outputs = _Call.apply(self, current, call, self._unused, *tensors)
-        current.outstanding += any(call.needs)
+        current.outstanding += any(call.needs)  # only such a call has a backward
         if current.records:
             current.calls.append(call)
             # A longer sequence, which runs eagerly, makes a module replace its table of positions.
@@ -268,15 +271,16 @@ class LayerGraphs:
         return call.output(outputs)
 
     def _begin(self, current: Pass, site: Site, template: Any) -> str:
-        """The first call of a pass: gives it a pool that is free. Why it is to run eagerly, if it
-        is: empty if not."""
+        """Gives a pass a free pool, at its first call. Returns why the pass has to run eagerly
+        instead; "" if it need not."""
         if self._kind not in (None, (site, template)):
             return "inputs have other shapes, or values, than were captured"
         used = {one.index for one in self._in_flight}
         index = next(i for i in itertools.count() if i not in used)
         records = index not in self._programs
         if records and self._eager_in_step:
-            # Its backward may be to come: its nodes that accumulate gradients are on its stream.
+            # The backward of that pass may still come, and its nodes that accumulate gradients
+            # belong to its stream and not to the capture's.
             return "it would be captured behind a pass that runs eagerly and may be in flight"
         if index == len(self._pools):
             self._pools.append(self._graphs.new_pool())
@@ -291,8 +295,8 @@ class LayerGraphs:
     def _next(
         self, current: Pass, site: Site, template: Any, tensors: Sequence[torch.Tensor]
     ) -> CapturedCall | None:
-        """The program's next call of `site`; those in front of it, which did not come, are left
-        out."""
+        """The program's next call of `site` with such inputs, or None. Calls before it, which did
+        not come, are skipped."""
         for position in range(current.position, len(current.calls)):
             call = current.calls[position]
             if call.site is site and call.template == template:
@@ -312,7 +316,7 @@ class LayerGraphs:
         return site.function(*args, **kwargs)
 
     def backward_done(self, of: Pass) -> None:
-        """The backward of one captured call has run."""
+        """Counts one captured call whose backward has run. Ends the pass if it was the last."""
         of.outstanding -= 1
         self._end_if_over(of)
 
@@ -324,11 +328,12 @@ class LayerGraphs:
 
 
 def _forget_graphs_in_cycles(layers: int) -> None:
-    """Frees autograd graphs of which torch's hooks on several tensors at a time keep nodes, as
-    those on the inputs of experts do, in a cycle with them: a capture would use their nodes that
-    add gradients to weights again. Python's collector frees them, but of nodes that others point to
-    it sees no more: a round for each of the `layers`. Once, in front of the first captures, which
-    find nothing of the steps before then."""
+    """Frees old autograd graphs that reference cycles keep. Called once, before the first captures.
+
+    Torch's hooks on several tensors at a time, as on the inputs of experts, keep nodes of the graph
+    in a cycle. A capture would use the old nodes that add gradients to weights. Python's collector
+    frees such cycles, but does not see past nodes that others point to: so it takes up to one round
+    for each of the `layers`."""
     for _ in range(1 + layers):
         if not gc.collect():
             return
@@ -345,8 +350,8 @@ def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[.
 
 
 def _parts(engine: FsdpEngine, name: str, module: nn.Module) -> list[tuple[ParamGroup, list[int]]]:
-    """The parts of buckets that the module's weight gradients go to, which from now on are open
-    from the start of its unit's backward."""
+    """The groups whose buckets get the module's weight gradients, with the indices of its
+    parameters in them. From now on these buckets are open from the start of the unit's backward."""
     inside = {id(child) for child in module.modules()}
     units = {}
     held = []
@@ -382,7 +387,7 @@ def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
 
 
 def _check_fixed(unit: Unit, group: ParamGroup) -> None:
-    """ValueError unless the group's buffers stay where they are."""
+    """Raises ValueError unless the group's weights and bucket have fixed addresses."""
     strategy = group.config.strategy
     weights = not strategy.shard_weights or all(full.in_slot for full in group.weights)
     bucket = not group.key.requires_grad or (strategy.shard_grads and group.bucket.in_slot)

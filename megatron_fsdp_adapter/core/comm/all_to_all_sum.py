@@ -1,4 +1,4 @@
-"""A reduce-scatter in float32: an all-to-all, after which each rank adds up what it got.
+"""A reduce-scatter with sums in float32: an all-to-all, after which each rank adds up what it got.
 
 An all-to-all puts as many bytes on the wire as a ring reduce-scatter. Copy engines can carry it,
 from one fixed buffer to another. The sum is in the order of the ranks.
@@ -18,7 +18,7 @@ from .communicator import Communicator, Pair, Reduce
 
 
 class GroupReduction(Protocol):
-    """The reduction of one group, of which this is read (`Reduction` of the engine)."""
+    """The fields of the engine's `Reduction` that are read here: the reduction of one group."""
 
     group: Any
     """Has `grad_segments`, the main gradients of this rank."""
@@ -32,8 +32,8 @@ class GroupReduction(Protocol):
 
 @dataclass(frozen=True)
 class SumsOfReceived:
-    """A handle that adds up what the ranks sent when it is waited for. `works` are those of the
-    exchange."""
+    """A handle of an exchange: its `wait` also adds up what the ranks sent. works: handles of the
+    exchange itself."""
 
     works: Sequence[Any]
     add_up: Callable[[], None]
@@ -52,12 +52,14 @@ def reduce_scatter(
     receive: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
     sum_rows: SumRows = sum_rows,
 ) -> list[Any]:
-    """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is (output of
-    n elements, input of n * size elements); the output may be this rank's slice of the input.
-    accumulate: the outputs have values, to which is added. receive: memory for what comes in place
-    of an input.
+    """Sums the inputs of all ranks in float32, times `scale`. Inputs are sent in their own dtype.
 
-    One launch each: all-to-alls do not coalesce.
+    pairs: (output of n elements, input of n * size elements). The output may be this rank's slice
+        of the input.
+    accumulate: the sums are added to what the outputs hold.
+    receive: gives memory for the pieces that come from all ranks, from the input that is sent.
+
+    Each pair is a launch of its own: all-to-alls do not coalesce.
     """
     works = []
     for output, source in pairs:

@@ -23,8 +23,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 STREAM_ORDERED = {"nccl": True, "gloo": False}
-"""Backends that are known, and whether the current stream orders their collectives, so that the
-host need not wait. Several of those can share one launch."""
+"""The known backends. True: the current stream orders their collectives, so that the host need not
+wait, and several of them can share one launch."""
 
 # torch 2.13 renames the flat collectives and warns on the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -49,8 +49,8 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
 
 
 def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if the current stream orders the collectives of `group` on `device`; ValueError if its
-    backend for that device is unknown."""
+    """True if the current stream orders the collectives of `group` on `device`. Raises ValueError
+    if its backend for that device is unknown."""
     # "cpu:gloo,cuda:nccl", also where no backend was named: `get_backend` is "undefined" then.
     config = dist.get_backend_config(group)
     backends = dict(part.split(":") for part in config.split(","))
@@ -81,9 +81,9 @@ class Communicator:
         self.stream_ordered = is_stream_ordered(group, device)
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
-        """Launches the collective of that name with each pair; returns the handles of those that
-        are still running. The methods below all come here, so that what names, times or pretends
-        collectives has one method to take the place of."""
+        """Launches the collective of that name with each pair. Returns the handles of those that
+        are still running. All methods below call this one, so that it alone has to be replaced by
+        code that names, times or pretends collectives."""
         if self.size == 1:
             for output, source in pairs:
                 if output.data_ptr() != source.data_ptr():
@@ -109,7 +109,7 @@ class Communicator:
         """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
         this rank's slice of the input.
 
-        NCCL could scale what it adds up (PREMUL_SUM). Torch 2.11 multiplies bf16 by zero then.
+        NCCL could scale what it adds up (PREMUL_SUM), but torch 2.11 then multiplies bf16 by zero.
         """
         return self.launch("reduce_scatter", pairs)
 
@@ -120,9 +120,11 @@ class Communicator:
         received: Sequence[int] = (),
         sent: Sequence[int] = (),
     ) -> list[Any]:
-        """Sends each rank its piece of the flat `source`, of `sent` elements, and receives theirs,
-        of `received` elements, into `output`. Both may be empty. Without such numbers all pieces
-        are equal."""
+        """Sends each rank its piece of the flat `source`, and receives theirs into `output`.
+
+        sent, received: elements of the piece to, and from, each rank. If both are empty, all pieces
+            are equal.
+        """
         sizes = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
         return self.launch("all_to_all", [(output, source)], **sizes)
 
@@ -131,12 +133,12 @@ class Communicator:
         return self.launch("all_reduce", [(tensor, tensor) for tensor in tensors])
 
     def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
-        """The largest of each element of the flat tensor, in place."""
+        """Replaces each element of the flat tensor by the largest over the ranks."""
         return self.launch("all_reduce_max", [(tensor, tensor)])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
-        or done (gloo)."""
+        """Overwrites `tensor` with that of the group's first rank. Returns when that is enqueued
+        (NCCL) or done (gloo)."""
         for work in self.launch("broadcast", [(tensor, tensor)]):
             work.wait()
 
@@ -152,11 +154,11 @@ class Reduce:
     """A way to reduce gradients over the shard axis of a domain.
 
     Attributes:
-        launch: of a communicator and of what is reduced in one launch (`Reduction`s of groups);
-            returns the handles that are still running.
+        launch: takes a communicator, and the `Reduction`s of groups that one launch reduces.
+            Returns the handles that are still running.
         into_shards: it scales the sums itself, in float32, and puts them into the main gradients,
-            or adds them to what those hold. Otherwise they are left where `Reduction` puts them.
-        fixed: what it receives of a bucket in a slot is in a fixed buffer too.
+            or adds them to those. Otherwise the sums are left in the outputs of `Reduction`.
+        fixed: it receives the pieces of a bucket that is in a slot into a fixed buffer.
     """
 
     name: str

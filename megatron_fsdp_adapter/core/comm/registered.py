@@ -38,14 +38,14 @@ void *take(ssize_t size, int device, void *stream) {
 }
 void give(void *memory, ssize_t size, int device, void *stream) { ncclMemFree(memory); }
 """
-"""Memory that cannot be had is a null pointer, which torch reports as out of memory."""
+"""If memory cannot be had, `take` returns a null pointer, which torch reports as out of memory."""
 
 
 def allocator_of(backend: Any) -> Any:
-    """The allocator for a `torch.cuda.MemPool`. backend: that of an NCCL group.
+    """The allocator for a `torch.cuda.MemPool`. backend: of an NCCL group.
 
     Raises:
-        RuntimeError: torch hands out none, and none can be made.
+        RuntimeError: torch gives no allocator for this device, and compiling one failed.
     """
     try:
         return backend.mem_allocator
@@ -68,8 +68,8 @@ def _from_library() -> Any:
 
 
 def compiled(library: Path, folder: Path) -> Path:
-    """The functions of `SOURCE`, linked to `library`, in `folder`. OSError without a compiler,
-    CalledProcessError where it fails."""
+    """The path of a shared library in `folder`: `SOURCE`, compiled and linked to `library`. Raises
+    OSError without a compiler, and CalledProcessError if that fails."""
     made = folder / "allocator.so"
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", str(library)]
     command += ["-o", str(made)]
@@ -104,8 +104,8 @@ class RegisteredMemory:
             same order, since registering is collective.
         device: where the memory is.
         symmetric: register as a symmetric window; otherwise for this rank alone.
-        at_once: register in `allocate`; otherwise when `register` is called, for models whose
-            registration takes long and should not delay the first step.
+        at_once: `allocate` registers too. Otherwise the caller has to call `register`: registration
+            may take long and should not delay the first step.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RegisteredMemory:
         self.at_once = at_once
         self.device = device
         self._groups = list(dict.fromkeys(groups))
-        # One for each call of `allocate`: their memory is there as long as they are.
+        # One for each call of `allocate`. The memory is there as long as its pool.
         self._pools: list[Any] = []
         # Weak references to groups, and the pools that each one's communicator knows.
         self._registered: list[tuple[Any, Any]] = []
@@ -150,9 +150,11 @@ class RegisteredMemory:
 
 
 def _deregister(registered: list[tuple[Any, Any]], pools: list[Any]) -> None:
-    """While the communicators are there: NCCL has forgotten what it knew when one is destroyed.
-    Collectives that were launched, a gather ahead of a forward that never came among them, are
-    waited for: memory that is no window any more is an illegal address to them."""
+    """Deregisters all pools with the communicators that still exist, and forgets them.
+
+    NCCL itself forgets the registrations of a communicator that is destroyed. Launched collectives
+    are waited for first, such as a gather for a forward that never came: to them, memory that is no
+    window any more is an illegal address."""
     if registered and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for ref, pool in registered:

@@ -136,7 +136,7 @@ class ParamGroup:
         """Sets the shards of the layout. All views of the group's buffers are looked up by these
         objects (`ShardedBuffer.segments`, `items`).
 
-        The shard axis is the slow one: what an outer rank holds lies inside its inner shard, so
+        The part of an outer rank lies inside its shard of the inner axis (`nested_shard_rank`), so
         that the two axes are gathered and reduced one after the other, in place."""
         layout = self.layout
         size = self.domain.axis.size if self.shards_main else 1

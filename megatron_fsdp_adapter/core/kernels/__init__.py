@@ -11,8 +11,10 @@ Kernel = TypeVar("Kernel")
 
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:
-    """The result of `tried`, which runs it once: Triton needs a C compiler where it runs first.
-    None where it cannot be used, and a warning on each host with what is done `otherwise`."""
+    """The kernel that `tried` returns, or None if Triton cannot be used.
+
+    `tried` has to run the kernel once, because Triton needs a C compiler only then. otherwise: what
+    is done without the kernel, for the warning on each host."""
     try:
         return tried()
     except Exception as error:  # whatever a missing or broken compiler raises

@@ -34,13 +34,14 @@ def row_granularity(shape: Shape) -> int:
 class ParamSpec:
     """One parameter of a group.
 
-    index: position in the group; fqns: every qualified name it has (tied aliases included);
-    shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
-    granularity: elements of one granule; it must divide the number of elements, and be whole
-    granules of the format;
-    quantized: the format of the compute weights, None if that is `dtype`;
+    index: position in the group.
+    fqns: every qualified name it has (tied aliases included).
+    shape: of this rank's model-parallel slice, before data-parallel sharding.
+    granularity: elements of one granule. It must divide the number of elements, and be whole
+        granules of the format.
+    quantized: the format of the compute weights; None if those are in `dtype`.
     from_autograd: its gradients come from autograd alone, in `dtype`, as far as is known.
-    Raises ValueError for anything else.
+    Raises ValueError for fields that make no parameter.
     """
 
     index: int
@@ -98,8 +99,9 @@ class ParamSpec:
 class Segment:
     """A run of the full buffer that is split evenly over the shards.
 
-    offset, numel: elements in the full buffer; granularity: the length in elements that
-    divides each shard of this segment and that items crossing a shard boundary are cut at.
+    offset: its first element in the full buffer.
+    granularity: a number of elements that divides each shard of this segment. It is a multiple of
+        the granularity of each item that a shard boundary cuts.
     """
 
     offset: int
@@ -141,9 +143,9 @@ class Placement:
 class GroupLayout:
     """The layout of a group's parameters on every rank, known without communication.
 
-    specs[i] lies at placements[i]; item numbers below are positions in `specs`. `align` is the
-    number of elements that every shard start and item offset is a multiple of. Raises ValueError
-    if the pieces do not make a layout.
+    specs[i] lies at placements[i]; item numbers below are positions in `specs`.
+    align: every shard and every item starts at a multiple of so many elements.
+    Raises ValueError if the pieces do not make a layout.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -239,7 +241,7 @@ class GroupLayout:
         return EMPTY if held.empty else held.shift(-extent.start)
 
     def local_shape(self, index: int, rank: int) -> Shape:
-        """Shape of the piece of item `index` on `rank`: (rows, *shape[1:]), (0, ...) if none.
+        """Shape of the piece of item `index` on `rank`: (rows, *shape[1:]), with 0 rows if none.
 
         An item whose granules are not whole rows has 1-D pieces (n,).
         """
@@ -259,7 +261,8 @@ class GroupLayout:
         return range(first // shard, last // shard + 1)
 
     def segment_shards(self, rank: int) -> tuple[tuple[FlatRange, FlatRange], ...]:
-        """Per segment: the rank's shard in the full buffer, and in its flat shard buffer."""
+        """For each segment, two ranges of the rank's shard: in the full buffer, and in its flat
+        shard buffer."""
         pairs = []
         for number, segment in enumerate(self.segments):
             start = segment.shard_offset
@@ -300,8 +303,8 @@ class GroupLayout:
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """Shard number `rank` of `layout`: which elements of each segment and of each parameter. Specs
-    are compared by identity, so that views can be looked up by them."""
+    """Shard number `rank` of `layout`. It gives the shard's elements of each segment and of each
+    parameter. Objects are compared by identity, so that views can be looked up by them."""
 
     layout: GroupLayout
     rank: int

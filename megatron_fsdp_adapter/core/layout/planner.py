@@ -20,7 +20,7 @@ Offsets = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Packing:
-    """Items of one segment: their offsets, and the segment's length and granularity."""
+    """Items packed into one segment; `numel` and `granularity` are the segment's."""
 
     offsets: Offsets
     numel: int
@@ -38,10 +38,10 @@ def divide_up(value: int, by: int) -> int:
 
 
 def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
-    """The smallest of the packings below, and of equals the first.
+    """The smallest of the packings below; of several, the first.
 
-    So items keep their input order wherever another order would not save anything. Searching
-    further gains nothing: an item that crosses two boundaries forces its granularity on the shard.
+    So items keep their input order unless another order saves something. Searching further gains
+    nothing: an item that crosses two boundaries forces its granularity on the shard.
     """
     by_granule = sorted(specs, key=lambda spec: -spec.granularity)
     candidates = [
@@ -54,12 +54,12 @@ def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
 
 
 def pack_in_order(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
-    """Items one after another as given, with shards of whole lcm(granularities, align).
+    """Items one after another as given, in shards of a multiple of lcm(granularities, align).
 
-    This is plain LCM packing, aligned: an item starts at a multiple of its granularity and of
+    This is plain LCM packing, aligned. An item starts at a multiple of its granularity and of
     `align`, so every shard boundary falls between granules. An odd granularity costs a gap of up
-    to lcm(granularity, align); unaligned weights would cost the matrix kernels more. One shard
-    has no inner boundary, hence no granularity.
+    to lcm(granularity, align); unaligned weights would cost the matrix kernels more. A single shard
+    has no boundary inside, so all granularities count as 1.
     """
     granularities = [spec.granularity if num_shards > 1 else 1 for spec in specs]
     offsets = []
@@ -74,11 +74,12 @@ def pack_in_order(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Pa
 
 
 def pack_whole_apart(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
-    """Items of one granule each fitted into shards, behind the other items.
+    """Items that are one granule each are fitted into single shards, behind the other items.
 
-    An item inside one shard meets no boundary, so its granularity need not divide the shard: for
-    whole-tensor granularity the shard is as long as the largest tensor and not as the common
-    multiple of all. The shortest shard that first fit (longest item first) can fill is bisected.
+    An item inside one shard meets no boundary, so its granularity need not divide the shard. With
+    whole-tensor granularities the shard then is about as long as the largest tensor, and not as
+    long as their common multiple. Bisection finds the shortest shard for which first fit (longest
+    item first) places all items.
     """
     whole = [spec for spec in specs if spec.granularity == spec.numel]
     whole.sort(key=lambda spec: -spec.numel)
@@ -141,12 +142,14 @@ def plan_group(
 ) -> GroupLayout:
     """The layout of `specs` over `num_shards` equal shards; the same on every rank.
 
-    Takes the fewest segments whose padding, over the elements of the items, is at most
-    `padding_bound`; if none of 1..max_segments segments reaches it, the least padding. Never more
-    padding than max_segments=1, which is plain LCM packing. `align` (elements): every shard and
-    item starts at a multiple of it, by default what the format of the weights asks for (16 elements
-    are 32 bytes in bf16; collectives and matrix kernels want 16). Raises ValueError for an empty
-    group or an option out of bounds.
+    Takes the fewest segments whose padding, as a fraction of the items' elements, is at most
+    `padding_bound`. If no number up to `max_segments` reaches that, takes the least padding. There
+    is never more padding than with one segment.
+
+    align: every shard and item starts at a multiple of so many elements; by default of what the
+        format of the weights asks for (16 elements are 32 bytes in bf16; collectives and matrix
+        kernels want 16).
+    Raises ValueError for an empty group or an option out of bounds.
     """
     if align is None:
         align = specs[0].format.align if specs else 1
@@ -201,8 +204,8 @@ def _total(packings: tuple[Packing, ...]) -> int:
 def _merge_classes(
     granularities: Iterable[int], packed: Callable[[frozenset[int]], Packing]
 ) -> Classes:
-    """One class per granularity, the cheapest pairs merged until they can be enumerated. packed:
-    the segment that a set of granularities becomes."""
+    """One class for each granularity. The pairs that are cheapest to merge are merged until all
+    partitions can be enumerated. packed: gives the segment of a set of granularities."""
     classes = [frozenset([granularity]) for granularity in granularities]
     while len(classes) > MAX_ENUMERATED_CLASSES:
 

@@ -1,4 +1,4 @@
-"""Half-open ranges of elements in a flat buffer, and what they are in the tensor's own axes."""
+"""Half-open ranges of elements in a flat buffer, and the blocks of a tensor that they stand for."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ EMPTY = FlatRange(0, 0)
 
 
 def shift_box(box: Box, by: Shape) -> Box:
-    """The block `by` elements further on, along each dimension."""
+    """The block, moved along each dimension by so many elements of `by`."""
     offsets, sizes = box
-    return tuple(at + n for at, n in zip(offsets, by, strict=True)), sizes
+    return tuple(start + n for start, n in zip(offsets, by, strict=True)), sizes
 
 
 def split_evenly(whole: FlatRange, num_parts: int, part: int) -> FlatRange:
@@ -71,10 +71,11 @@ def split_evenly(whole: FlatRange, num_parts: int, part: int) -> FlatRange:
 
 
 def nested_shard_rank(inner_rank: int, outer_rank: int, outer_size: int) -> int:
-    """Shard number when a shard of the inner axis is split again over the outer axis.
+    """The number of a shard, if shards of the inner axis are split again over the outer axis.
 
-    The inner axis is the slow one, so that the finer shard lies inside the coarser one and the two
-    axes can be gathered one after the other.
+    The inner rank is the slowly varying part of the number: the finer shard lies inside the coarser
+    one, so that the two axes can be gathered one after the other. Raises ValueError for ranks that
+    do not exist.
     """
     if not 0 <= outer_rank < outer_size or inner_rank < 0:
         raise ValueError(

@@ -11,10 +11,10 @@ and `wait("compute", event)` drains the queue up to the event. The same program 
 overlaps communication with compute on both. The alternative, a null stream that runs everything
 inline, was rejected: gloo would then never overlap and host runs would be slower than stock DDP.
 
-Large host memory has its pages when it is handed out. The system gives a page when it is touched
-first, zeroes it then, and a page lock goes through all of them. One thread takes a second for some
-GiB of small pages, and so does the lock. Large pages are 512 times fewer, and several threads zero
-them at a time.
+Large host memory has all of its pages when it is handed out. The system gives a page when it is
+first touched, and zeroes it then; a page lock goes through all pages. One thread takes a second for
+some GiB of small pages, and so does the lock. So large pages are asked for, which are 512 times
+fewer, and several threads touch them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ Works = Iterable[Any] | None
 
 
 class Runtime(Protocol):
-    """The device as the engine uses it; what has a body is the host's way, and correct where work
-    runs in the order in which it is submitted. `on_out_of_memory` gets the label and tensor of a
-    buffer that could not be allocated, and may raise an error with more in it. `poison`: storage is
-    filled with NaN when it is handed out, so that a read before a write becomes NaN. `host_waits`:
-    the host waits wherever compute does, so that results are there."""
+    """The device as the engine uses it. A method with a body here does what the host needs; that is
+    correct wherever work runs in the order in which it is submitted.
+
+    Attributes:
+        poison: storage is filled with NaN when it is handed out, so that a read before a write
+            becomes NaN.
+        host_waits: the host waits wherever compute does, so that results are there.
+        on_out_of_memory: gets the label and tensor of a buffer that could not be allocated, and the
+            error. May raise one that says more.
+    """
 
     device: torch.device
     poison: bool = False
@@ -65,16 +70,16 @@ class Runtime(Protocol):
     def launch(
         self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
     ) -> None:
-        """Like `submit`, where the first one is a collective that needs no result of the work
-        submitted before it: on the host it starts now, not when that work is waited for."""
+        """Like `submit` of `collective` and `tasks`. The collective needs no result of work that was
+        submitted before it: on the host it starts now, and not when that work is waited for."""
         self.submit(role, collective, *tasks)
 
     def record(self, role: str) -> Any:
         """An event that has happened when all work submitted to `role` so far has finished."""
 
     def wait(self, role: str, event: Any) -> None:
-        """Work submitted to `role` from now on starts after `event`. The host does not block on
-        CUDA; on the host `compute` does."""
+        """Work submitted to `role` from now on starts after `event`. On CUDA the host does not
+        block. On the host it does, unless the event is of the same role and runtime."""
 
     def follow(self, role: str, other: str) -> None:
         """Work submitted to `role` from now on starts after all that was submitted to `other` so
@@ -82,7 +87,7 @@ class Runtime(Protocol):
         self.wait(role, self.record(other))
 
     def free(self, role: str, *tasks: Callable[[], None]) -> None:
-        """Like `submit`, of tasks that only release storage which `role` has allocated."""
+        """Like `submit`. The tasks only release storage that was allocated under `role`."""
         self.submit(role, *tasks)
 
     def allocate(self, flat: torch.Tensor) -> None:
@@ -106,8 +111,8 @@ class Runtime(Protocol):
         """Forgets what was submitted and has not started."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        """Starts to copy a tensor to the host, on the current stream; what is returned waits for
-        that and gives the elements, as `tolist` does."""
+        """Starts to copy a tensor to the host, on the current stream. Returns a function that waits
+        for the copy and gives the elements, as `tolist` does."""
         return tensor.tolist
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -137,7 +142,7 @@ def current_stream_id(index: int) -> StreamId:
 
 
 def set_stream_id(stream: StreamId) -> None:
-    """Makes a stream the current one. What `torch.cuda.set_stream` does with a stream's object."""
+    """Makes a stream the current one, as `torch.cuda.set_stream` does by a stream's object."""
     number, device_index, device_type = stream
     torch._C._cuda_setStream(stream_id=number, device_index=device_index, device_type=device_type)
 
@@ -179,16 +184,16 @@ class CudaRuntime(Runtime):
         self._index = torch.cuda.current_device() if device.index is None else device.index
         # Of the same roles, what `set_stream_id` takes.
         self._ids = {role: stream_id(stream) for role, stream in self._streams.items()}
-        # Current streams so far.
+        # Objects of streams that have been current, by their ids.
         self._seen: dict[StreamId, torch.cuda.Stream] = {}
-        # A wait stays on the event that was recorded before it, so one event serves all.
+        # The event of `follow`. A wait stays on what was recorded before it, so one serves all.
         self._between = torch.cuda.Event()
 
     def _stream(self, role: str) -> torch.cuda.Stream:
         return self._current()[1] if role == COMPUTE else self._streams[role]
 
     def _current(self) -> tuple[StreamId, torch.cuda.Stream]:
-        """The current stream; objects are kept, as making one takes longer than using it."""
+        """The current stream, with its id. Objects are kept: making one is slower than using it."""
         known = current_stream_id(self._index)
         stream = self._seen.get(known)
         if stream is None:
@@ -201,7 +206,7 @@ class CudaRuntime(Runtime):
             for task in tasks:
                 task()
             return
-        # In place of `torch.cuda.stream`, which asks for devices on the way in and out.
+        # Faster than `torch.cuda.stream`, which asks for devices on the way in and out.
         current = current_stream_id(self._index)
         set_stream_id(self._ids[role])
         try:
@@ -211,8 +216,8 @@ class CudaRuntime(Runtime):
             set_stream_id(current)
 
     def free(self, role: str, *tasks: Callable[[], None]) -> None:
-        # A block goes back to the stream that it was allocated on, whichever is current. Where
-        # what is released is filled, that is work of the stream.
+        # The allocator returns a block to the stream that it was allocated on, whichever is
+        # current. But poisoning fills what is released, which has to run on the role's stream.
         self.submit(role if self.poison else COMPUTE, *tasks)
 
     def record(self, role: str) -> torch.cuda.Event:
@@ -262,7 +267,7 @@ MAX_THREADS = 8
 
 
 def host_pages(nbytes: int) -> torch.Tensor:
-    """uint8, zero, in memory of its own."""
+    """uint8, zero, in memory of its own, whose pages are all there."""
     if nbytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -272,16 +277,16 @@ def host_pages(nbytes: int) -> torch.Tensor:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), -(-nbytes // PART))
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(torch.Tensor.zero_, memory.split(PART)):
-            pass
+            pass  # only for the error of a thread, which is raised here
     return memory
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """uint8, zero, in page-locked host memory for as long as the tensor lives, the object itself:
-    a view keeps the bytes, and not the lock.
+    """uint8, zero, in page-locked host memory.
 
-    Pages are locked where they are: `pin_memory=True` takes a power of two of bytes, up to twice
-    as many as asked for. RuntimeError if the system does not lock so many.
+    It is locked for as long as the returned object lives: a view keeps the bytes, and not the lock.
+    Existing pages are locked: torch's `pin_memory=True` would round the bytes up to a power of two.
+    Raises RuntimeError if the system does not lock so many bytes.
     """
     memory = host_pages(nbytes)
     if nbytes > 0:
@@ -301,8 +306,8 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HostEvent:
-    """All of the first `position` items ever queued on `role` of `runtime`, which may be that of
-    another model chunk."""
+    """It has happened when the first `position` items that were ever queued on `role` of `runtime`
+    have finished. The runtime may be another model chunk's."""
 
     role: str
     position: int
@@ -319,8 +324,8 @@ class HostRuntime(Runtime):
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device if device is not None else torch.device("cpu")
-        # By role, from the first that is not known to have finished: the handles of what has
-        # started, the functions of what has not.
+        # By role, all items from the first that is not known to have finished: the handles of one
+        # that has started, the function of one that has not.
         self._queues: dict[str, HostQueue] = {role: deque() for role in ROLES}
         # By role, how many have left its queue.
         self._finished = dict.fromkeys(ROLES, 0)
@@ -360,8 +365,8 @@ class HostRuntime(Runtime):
         while self._finished[role] < position:
             head = queue[0]
             if callable(head):
-                # What has started stays as what runs: the wait may be interrupted, and the next
-                # one must not start it again.
+                # The handles replace the function: if the wait is interrupted, the next one must
+                # not start the work again.
                 head = list(head() or ())
                 queue[0] = head
             for work in head:
@@ -374,8 +379,8 @@ class HostRuntime(Runtime):
             self._drain(role, self.record(role).position)
 
     def abandon(self) -> None:
-        # Every rank has the same queues at the same line of its program, so all leave out the same
-        # collectives. Those that run keep their tensors alive.
+        # At the same line of the program every rank has the same queues, so all leave out the same
+        # collectives. Collectives that run keep their tensors alive.
         for role, queue in self._queues.items():
             self._finished[role] += len(queue)
             queue.clear()

@@ -1,4 +1,4 @@
-"""Storages that are given back for a while, and return with what they had.
+"""Storages that are given back for a while, and then taken again with their contents.
 
 Tensors stay the objects that they are: views, DTensors and optimizer state see the next storage.
 """
@@ -13,20 +13,21 @@ from .device import Runtime, fill_with_nan, storage_bytes
 
 Kept = Sequence[torch.Tensor] | None
 Storages = Mapping[str, Sequence[tuple[torch.Tensor, Kept]]]
-"""Kind -> a tensor over each storage and what of it returns as it was; None for all of it."""
+"""Kind -> for each storage, a tensor over it, and the parts of it whose contents are kept (None:
+all of it)."""
 
 CHUNK = 1 << 26
-"""Bytes of pinned memory that are taken at once. Torch rounds each of these up to a power of two,
-which would be up to twice the memory of a large buffer."""
+"""Bytes of pinned memory that are taken at once. Torch rounds each piece up to a power of two, so a
+large buffer in one piece would take up to twice its bytes."""
 
 
 class StashedStorage:
-    """The stashed storage of `owner`. `kept`: contiguous tensors over it whose values are to
-    return, None for all of it; of everything else the contents are undefined then, NaN where the
-    runtime poisons.
+    """The storage of `owner`, which can be given back and taken again.
 
-    Memory of the host is taken the first time and kept for the next: pinning it takes longer than
-    the copy.
+    kept: contiguous tensors over it whose values return; None for all of it. Everything else is
+        undefined then, or NaN where the runtime poisons.
+
+    Host memory is taken the first time and then kept: pinning takes longer than the copy.
     """
 
     def __init__(self, owner: torch.Tensor, kept: Kept, runtime: Runtime) -> None:
@@ -38,7 +39,7 @@ class StashedStorage:
             self._parts += view.detach().view(-1).view(torch.uint8).split(CHUNK)
         # A copy of each, from the first `save` on.
         self._host: list[torch.Tensor] = []
-        # Of the storage, when it was given back.
+        # Bytes of the storage when it was given back.
         self._nbytes = 0
 
     def save(self) -> None:
@@ -51,13 +52,13 @@ class StashedStorage:
             copy.copy_(part, non_blocking=True)
 
     def give_back(self) -> int:
-        """Gives the storage back, once the copies are done; returns its bytes."""
+        """Gives the storage back; returns its bytes. The copies of `save` must have finished."""
         self._nbytes = storage_bytes(self._owner)
         self._owner.untyped_storage().resize_(0)
         return self._nbytes
 
     def take(self) -> None:
-        """Takes storage again and starts to copy, on the current stream."""
+        """Takes storage again and starts to copy into it, on the current stream."""
         self._owner.untyped_storage().resize_(self._nbytes)
         if self._runtime.poison:
             fill_with_nan(_everything(self._owner))
@@ -83,9 +84,10 @@ class HostStash:
         self._known: dict[str, dict[int, StashedStorage]] = {}
 
     def park(self, storages: Storages) -> dict[str, int]:
-        """Gives back, by kind, storages with what is kept of them; the bytes of each kind. Kinds
-        that are away, storages that have none and tensors on other devices are left out. Blocks
-        the host until the device is idle."""
+        """Gives back storages; returns the bytes of each kind.
+
+        Leaves out kinds that are away, released storages, and tensors on other devices. Blocks the
+        host until the device is idle."""
         device = self._runtime.device
         found = {}
         for kind, owners in storages.items():

@@ -10,8 +10,8 @@ from .launcher import is_first_rank
 
 
 def warn(text: str, category: type[Warning] = UserWarning, of_host: bool = False) -> None:
-    """Warns on the first rank, of all or, with `of_host`, of each host: of what may differ between
-    hosts. Before there is a process group, the launcher's environment has the rank."""
+    """Warns on the first rank of all. of_host: on the first rank of each host, for what may differ
+    between hosts. Before there is a process group, the launcher's environment gives the rank."""
     if of_host:
         prints = is_first_rank("LOCAL_RANK")
     elif dist.is_initialized():
