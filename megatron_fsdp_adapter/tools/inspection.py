@@ -33,7 +33,7 @@ MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "num_experts", "padded_vocab_size", "transformer_impl", "bf16", "fp16",
 )  # fmt: skip
-"""Training arguments that are shown if a checkpoint has them."""
+"""Training arguments that are shown, under `saved_by` and `model`, if a checkpoint has them."""
 
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
@@ -47,23 +47,25 @@ Values = dict[str, Any]
 
 
 def describe(path: Path, iteration: int | None = None) -> Values:
-    """The contents of the checkpoint at `path`: format, folder, iteration, and
+    """The contents of the checkpoint at `path`, a dict with these keys:
 
+    format, folder, iteration;
     saved_by: recorded training arguments of the run, and the number of processes that wrote files;
-    model: recorded arguments for the model's sizes; entries: a dict for each key, in stored order;
+    model: recorded arguments for the model's sizes;
+    entries: a dict for each key, in stored order;
     totals: keys, elements of tensors and bytes of each part.
 
     Raises FileNotFoundError or ValueError as the converters do.
     """
     folder = DcpFolder.open(path, iteration, trusted=False)
-    rest = _arguments(folder)
+    state = _arguments(folder)
     writers = set()
     for file in folder.folder.iterdir():
         match = _WRITER.fullmatch(file.name)
         if match:
             writers.add(match[1])
     saved_by = {"processes that wrote files": len(writers)}
-    saved_by |= _known(rest, TOPOLOGY)
+    saved_by |= _known(state, TOPOLOGY)
     saved_by |= _record(folder.folder)
     entries = [_entry(folder, key) for key in folder.metadata.state_dict_metadata]
     common = folder.folder / COMMON
@@ -81,7 +83,7 @@ def describe(path: Path, iteration: int | None = None) -> Values:
         "folder": str(folder.folder),
         "iteration": folder.iteration,
         "saved_by": saved_by,
-        "model": _known(rest, MODEL),
+        "model": _known(state, MODEL),
         "entries": entries,
         "totals": totals,
     }
@@ -96,37 +98,40 @@ def diff(
     values: bool = True,
     progress: Progress = silent,
 ) -> dict[str, list[Any]]:
-    """The differences of the checkpoints at `a` and `b`, compared bit by bit, a block at a time.
+    """The differences of the checkpoints at `a` and `b`, a dict of lists:
 
-    only_a, only_b, objects (that are no tensors): keys; shapes, dtypes: "KEY: in A, in B"; values:
-    key, number of elements, of those that differ, and their largest difference (NaN if an element
-    is NaN).
+    only_a, only_b: keys that one of them has;
+    shapes, dtypes: "KEY: in A, in B";
+    values: a dict for each tensor of which bits differ: key, number of elements, number of those
+    that differ, and their largest difference (NaN if that of an element is);
+    objects: keys of values that are no tensors, and differ.
 
-    Checkpoints of one format are compared by key, those of two formats by parameter name in the
-    whole model (weights, including their dtypes, and optimizer state). values: False compares keys,
-    shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
+    Checkpoints of one format are compared by key. Those of two formats are compared by parameter
+    name in the whole model: weights, including their dtypes, and optimizer state. values: False
+    compares keys, shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters
+    do.
     """
     iteration_a, iteration_b = iterations
     one = DcpFolder.open(a, iteration_a, trusted=False)
     other = DcpFolder.open(b, iteration_b, trusted=False)
     read = _by_key if one.format == other.format else _by_name
-    left, objects_a = read(one, weights_only)
-    right, objects_b = read(other, weights_only)
+    tensors_a, objects_a = read(one, weights_only)
+    tensors_b, objects_b = read(other, weights_only)
     shapes = []
     dtypes = []
     comparable = []
-    for key, x in left.items():
-        if key not in right:
+    for key, x in tensors_a.items():
+        if key not in tensors_b:
             continue
-        y = right[key]
+        y = tensors_b[key]
         if x.shape != y.shape:
             shapes.append(f"{key}: {x.shape}, {y.shape}")
         if x.dtype != y.dtype:
             dtypes.append(f"{key}: {_short(x.dtype)}, {_short(y.dtype)}")
         if (x.shape, x.dtype) == (y.shape, y.dtype):
             comparable.append((key, x, y))
-    keys_a = {**left, **objects_a}
-    keys_b = {**right, **objects_b}
+    keys_a = {**tensors_a, **objects_a}
+    keys_b = {**tensors_b, **objects_b}
     found: dict[str, list[Any]] = {
         "only_a": [key for key in keys_a if key not in keys_b],
         "only_b": [key for key in keys_b if key not in keys_a],
@@ -149,6 +154,8 @@ def diff(
 
 
 def _arguments(folder: DcpFolder) -> Values:
+    """The part of the saved state from which `argument_of` reads training arguments. Formats differ
+    in where they have them: one object, the common state, or an object for each."""
     if "args" in folder.object_keys:
         return {"args": folder.object("args")}
     if has_common(folder):
@@ -167,12 +174,14 @@ def _record(folder: Path) -> Values:
     return {**plain, **topology, **values.get("versions", {})}
 
 
-def _known(rest: Values, names: Sequence[str]) -> Values:
-    found = {name: argument_of(rest, name) for name in names}
+def _known(state: Values, names: Sequence[str]) -> Values:
+    """The training arguments of these names that a checkpoint has."""
+    found = {name: argument_of(state, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _entry(folder: DcpFolder, key: str) -> Values:
+    """The description of a stored key, as `_described` makes it."""
     part = _PARTS.get(key.split(".")[0], OTHER)
     if not folder.is_tensor(key):
         return _described(key, part, folder.stored_bytes(key))
@@ -193,8 +202,8 @@ def _described(
     dtype: str | None = None,
     pieces: int = 1,
 ) -> Values:
-    """A key of a checkpoint. part: weights, optimizer or other; nbytes: size of a tensor's
-    elements, or of an object as stored; pieces: number of stored chunks."""
+    """The description of a key as a dict. part: weights, optimizer or other; nbytes: size of a
+    tensor's elements, or of an object as stored; pieces: number of stored chunks."""
     return {
         "key": key,
         "part": part,
@@ -206,9 +215,11 @@ def _described(
 
 
 _Contents = tuple[Tensors, dict[str, Callable[[], Any]]]
+"""Key -> tensor, and key -> the function that reads an object."""
 
 
 def _by_key(folder: DcpFolder, weights_only: bool) -> _Contents:
+    """The contents by stored key; of the common state, by the name of each of its values."""
     tensors = {key: folder.tensor(key) for key in folder.tensor_keys}
     if weights_only:
         weights = (key for key in tensors if _entry(folder, key)["part"] == WEIGHTS)
@@ -219,11 +230,14 @@ def _by_key(folder: DcpFolder, weights_only: bool) -> _Contents:
             objects[key] = functools.partial(folder.object, key)
     if has_common(folder):
         for name, value in load_common(folder).items():
+            # A default argument, because a closure would see the last value of the loop.
             objects[f"common state: {name}"] = lambda value=value: value  # type: ignore[misc]
     return tensors, objects
 
 
 def _by_name(folder: DcpFolder, weights_only: bool) -> _Contents:
+    """Weights and optimizer state by kind and parameter name, which all formats share. Steps are
+    compared as objects."""
     state = state_of(folder, weights_only)
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for name, moments in state.moments.items():
@@ -236,6 +250,8 @@ def _by_name(folder: DcpFolder, weights_only: bool) -> _Contents:
 def _compare(
     key: str, a: LazyTensor, b: LazyTensor, advance: Callable[[int], object]
 ) -> Values | None:
+    """The row of `diff`'s values for two tensors of one shape and dtype, None if their bits are
+    equal. advance: called with the bytes of each block."""
     differing = 0
     largest = 0.0
     for box in blocks(a.shape, a.dtype.itemsize, BLOCK_BYTES):
@@ -255,6 +271,7 @@ def _compare(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, a flat tensor: NaNs are equal only if their bits are."""
     return tensor.reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
 
 

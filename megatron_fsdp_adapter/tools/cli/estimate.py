@@ -125,7 +125,7 @@ def estimate(
     memory_gib: float | None = None,
 ) -> Report:
     """The numbers of the report, as plain values. rank: default: the one that holds most.
-    memory_gib: memory of a GPU, to tell if the peak fits; default: not told."""
+    memory_gib: memory of a GPU, with which the report also says if the peak fits."""
     if rank is None:
         rank = model.fullest_rank
     found_by_strategy: dict[str, Any] = {}

@@ -1,5 +1,5 @@
-"""A transformer layer that runs anywhere, also on a CPU: core's tensor-parallel linear layers with
-attention and norms out of torch.
+"""A transformer layer that also runs on a CPU: core's tensor-parallel linear layers, with attention
+and norms of torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from torch import Tensor
 class TorchAttention(torch.nn.Module):
     """Scaled dot product attention from torch, with core's `core_attention` interface.
 
-    Core's own DotProductAttention keeps the whole score matrix and, without fused kernels, masks
-    and normalizes it in separate steps: several times slower on a CPU. Causal or unmasked,
-    grouped queries, dropout. No packed sequences, no bias, no context parallelism.
+    Core's own DotProductAttention keeps the whole score matrix. Without fused kernels it masks and
+    normalizes that in separate steps, which is several times slower on a CPU.
+
+    Supported: causal or no mask, grouped queries, dropout. Not supported: packed sequences, a bias,
+    context parallelism.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class TorchAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """(sq, batch, heads, d), (sk, batch, groups, d) twice -> (sq, batch, heads * d)."""
+        """The attention's output, (sq, batch, heads * d). query: (sq, batch, heads, d). key, value:
+        (sk, batch, groups, d). `attention_mask` is not read: the layer's kind of mask decides."""
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("the local attention supports neither a bias nor packed sequences")
         dropout = self.dropout if self.training else 0.0
@@ -90,17 +93,20 @@ class TorchAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _random_numbers(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        """Heads are split over tensor ranks, so each of these draws numbers of its own."""
+        """A context in which each tensor-parallel rank draws its own random numbers, because heads
+        are split over these ranks."""
+        # With sequence parallelism core's block runs all layers in such a context already.
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
 class TorchNorm:
-    """LayerNorm or RMSNorm from torch; an instance is never made, only the torch module.
+    """LayerNorm or RMSNorm from torch: a call returns a module of torch, not an instance of this
+    class.
 
-    Core's WrappedTorchNorm refuses sequence parallelism. What that needs is the mark on the
-    parameters by which finalize_model_grads knows to add their gradients up over the tensor ranks.
+    Core's WrappedTorchNorm refuses sequence parallelism. This class marks the parameters for it:
+    finalize_model_grads sums the gradients of marked ones over the tensor-parallel ranks.
     """
 
     def __new__(  # type: ignore[misc]
@@ -114,8 +120,8 @@ class TorchNorm:
 
 
 def local_layer_spec(config: TransformerConfig, with_experts: bool = True) -> ModuleSpec:
-    """A layer out of core's linear layers (with experts, if the model has them, one MLP for each),
-    `TorchAttention` and `TorchNorm`."""
+    """The spec of a layer made of core's linear layers, `TorchAttention` and `TorchNorm`.
+    with_experts: False for an MLP in a model with experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if with_experts else None,
         multi_latent_attention=config.multi_latent_attention,
@@ -137,8 +143,8 @@ def local_layer_spec(config: TransformerConfig, with_experts: bool = True) -> Mo
 def local_block_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage (and virtual stage), as `local_layer_spec` makes
-    them, with experts where `moe_layer_freq` says so; and a last norm."""
+    """The spec of this rank's pipeline stage, or of a virtual one: layers by `local_layer_spec`,
+    with experts if `moe_layer_freq` says so, and a last norm."""
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
     frequency = config.moe_layer_freq

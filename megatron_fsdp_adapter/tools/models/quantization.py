@@ -27,6 +27,7 @@ KEPT_IN_BF16 = "first_last_layers_bf16"
 """The option that excludes some layers from quantization; not supported here."""
 
 FP4 = ("fp4", "fp4_format", "fp4_param", "fp4_param_gather")
+"""Options of FP4, which are refused."""
 
 STRINGS = {
     "fp8_format": "hybrid or e4m3: FP8 GEMMs; default: none",
@@ -42,9 +43,9 @@ SWITCHES = {
 class Quantization:
     """Quantization of linear weights.
 
-    weights: the format in which linear weights are kept and gathered (None: the compute dtype).
-    products: the format in the GEMM if weights are kept in the compute dtype (None: not quantized).
-    recomputes: True if layers are recomputed in backward."""
+    weights: the format in which linear weights are kept and gathered; None: the compute dtype.
+    products: the format into which GEMMs quantize weights of the compute dtype; None if they do
+    not, or if `weights` is set. recomputes: True if layers are recomputed in backward."""
 
     weights: WeightFormat | None = None
     products: WeightFormat | None = None
@@ -64,8 +65,8 @@ PLAIN = Quantization()
 
 
 def quantization(options: Options, dtype: str) -> Quantization:
-    """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
-    with option, value and remedy."""
+    """The quantization that Megatron's options ask for. dtype: name of the compute dtype. Raises
+    ValueError for options that are not modeled or contradict each other."""
     for name in FP4:
         if options.get(name):
             raise ValueError(f"{flag(name)}: FP4 is not modeled. Leave it out")

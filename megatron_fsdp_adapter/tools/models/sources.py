@@ -29,6 +29,7 @@ _LLAMA = {**_LLAMA3, "vocab_size": 32000, "seq_length": 4096}
 
 
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> Options:
+    """A model's sizes, and more options, by the names of Megatron's arguments."""
     named = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
     return {**named, "num_attention_heads": heads, **more}
 
@@ -82,7 +83,7 @@ MEANINGS: Mapping[str, str] = {
     "moe_router_topk": "experts per token; default: 2",
     "moe_ffn_hidden_size": "width of an expert; default: that of the MLPs",
 }
-"""Options of a model that are flags of commands, and their help."""
+"""Options of a model that commands have as flags, and their help."""
 
 FILES: Flags = {
     "preset": {
@@ -96,7 +97,7 @@ FILES: Flags = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that describe a model. Those that are not given are absent."""
+    """Adds the flags that describe a model. A flag that is not given is absent in the result."""
     group = parser.add_argument_group(
         "model (Megatron's flags; a flag overrides the files)", argument_default=argparse.SUPPRESS
     )
@@ -105,12 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if item.name not in MEANINGS:
             continue
         kind = str(item.type).split(" ")[0]
-        shape: dict[str, Any] = {"metavar": "NAME"}
+        form: dict[str, Any] = {"metavar": "NAME"}
         if kind == "int":
-            shape = {"type": int, "metavar": "N"}
+            form = {"type": int, "metavar": "N"}
         if kind == "bool":
-            shape = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(flag(item.name), help=MEANINGS[item.name], **shape)
+            form = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag(item.name), help=MEANINGS[item.name], **form)
     for name, value in (("add", True), ("disable", False)):
         group.add_argument(
             f"--{name}-bias-linear",
@@ -123,8 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_flags(group: Any, table: Flags) -> None:
     """Adds a flag for each option to a parser or a group of it."""
-    for name, named in table.items():
-        group.add_argument(flag(name), **named)
+    for name, arguments in table.items():
+        group.add_argument(flag(name), **arguments)
 
 
 def read_preset(path: str) -> dict[Any, Any]:
@@ -143,7 +144,8 @@ def read_preset(path: str) -> dict[Any, Any]:
 
 
 def read_options(path: str) -> Options:
-    """A preset by option name, training options included. Raises as `read_preset`."""
+    """The options of a preset, by names with `_`; those that do not describe the model, too. Raises
+    as `read_preset`."""
     options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
     if "disable_bias_linear" in options:
         options["add_bias_linear"] = not options.pop("disable_bias_linear")
@@ -151,8 +153,9 @@ def read_options(path: str) -> Options:
 
 
 def options_from(given: Options) -> Options:
-    """Options of `preset`, `hf_config` and the file `config`, if given, and all of `given`; later
-    ones override. Raises as the files' readers."""
+    """The options of a command. Each of these overrides those before it: the model named by
+    `preset`, the file `hf_config`, the file `config`, the rest of `given`. Raises as the files'
+    readers."""
     readers: dict[str, Callable[[str], Options]] = {
         "preset": PRESETS.__getitem__,
         "hf_config": read_hugging_face,
@@ -173,8 +176,9 @@ def name_of(given: Options) -> str:
 
 
 def read_hugging_face(path: str) -> Options:
-    """A decoder's config.json (or that in a folder) by the names of Megatron's arguments. Raises
-    FileNotFoundError or ValueError, naming the file."""
+    """The options of a decoder's config.json, by the names of Megatron's arguments. path: of the
+    file, or its folder. Options that are not read from it are Llama 3's. Raises FileNotFoundError
+    or ValueError, naming the file."""
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
@@ -213,9 +217,11 @@ _OF_HUGGING_FACE = {
     "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
     "vocab_size": "vocab_size",
 }  # fmt: skip
+"""Key of config.json that must be there -> Megatron's argument."""
 
 
 def _experts_of(found: Options) -> Options:
+    """Megatron's options for the experts in a config.json; none without experts."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     number = next((found[name] for name in names if found.get(name)), None)
     if number is None:
@@ -234,6 +240,7 @@ def _experts_of(found: Options) -> Options:
 
 
 def _latent_of(found: Options) -> Options:
+    """Megatron's options for the latent attention in a config.json; none without it."""
     if not found.get("kv_lora_rank"):
         return {}
     return {
@@ -260,8 +267,8 @@ _REFUSED: Options = {
 
 
 def from_options(options: Options, name: str) -> ModelSpec:
-    """The model, dense or not, described by Megatron's options. Raises ValueError for missing
-    options and for options that make no GPT."""
+    """The model that Megatron's options describe. name: for reports. Raises ValueError for options
+    that are missing, contradict each other, or are of models that are not modeled."""
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
     required = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [flag(name) for name in required if name not in chosen]
@@ -297,7 +304,7 @@ LEFT_OUT = {
         "output each; a pipeline layout needs as many m before its L"
     ),
 }
-"""Options whose part of a model is not planned, and what it is."""
+"""Option of a part of the model that is not counted -> a description of the part."""
 
 
 def _dense_layers(frequency: Any, layers: int) -> int:
@@ -318,8 +325,8 @@ def _dense_layers(frequency: Any, layers: int) -> int:
 
 
 def parallel_options(spec: ModelSpec, parallel: Parallel) -> Options:
-    """Megatron's options for a model-parallel split. Stages with different numbers of layers have a
-    layout."""
+    """Megatron's options for a model-parallel split. If the layers do not divide evenly, a pipeline
+    layout takes the place of the number of virtual stages."""
     parts = parallel.pipeline * parallel.virtual
     named = {
         "tensor_model_parallel_size": parallel.tensor,
@@ -335,7 +342,7 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> Options:
         )
     if parallel.tensor > 1:
         options["sequence_parallel"] = True
-        if spec.num_experts:  # Megatron's default splits experts like the rest
+        if spec.num_experts:  # Megatron's default splits experts like the rest; here it does not
             options["expert_tensor_parallel_size"] = 1
     return options
 
@@ -343,7 +350,7 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> Options:
 def split_problems(
     spec: ModelSpec, parallel: Parallel, gpus: int, microbatch: int, global_batch: int
 ) -> list[str]:
-    """Problems that Megatron has with a model-parallel split, one line each."""
+    """Problems that Megatron has with a model-parallel split, a line each; empty if it has none."""
     options = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,

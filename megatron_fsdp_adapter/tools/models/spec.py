@@ -21,16 +21,17 @@ LAYERS = "decoder.layers."
 DENSE = "dense"
 EXPERT = "expert"
 
-FullShape = tuple[int, ...]
-"""Of a whole parameter."""
+Shape = tuple[int, ...]
+"""Sizes of a parameter: of the whole, or of a tensor-parallel rank's part."""
 
-Row = tuple[str, str, FullShape, str]
-"""Unit, fully qualified name, shape and domain of a parameter."""
+Row = tuple[str, str, Shape, str]
+"""Unit, fully qualified name, shape and domain of a parameter of a rank."""
 
 Options = Mapping[str, Any]
 """Options by Megatron's names."""
 
-Shapes = list[tuple[str, FullShape]]
+Shapes = list[tuple[str, Shape]]
+"""Name and shape of each parameter of a module, before tensor parallelism splits them."""
 
 _TYPES: Mapping[str, tuple[type, str]] = {
     "int": (int, "an integer above 0"),
@@ -44,9 +45,12 @@ _TOKENIZER_EXTRA = {"NullTokenizer": 1}
 class ModelSpec:
     """Megatron's options that define a GPT's parameters and computation, with Megatron's defaults.
 
-    dense_layers: number of layers, before those with experts, that have an MLP instead. left_out:
-    parts of the model that are not counted, a line each. Raises ValueError, naming the flag, for
-    invalid options.
+    These fields are no options:
+    name: the model's, for reports;
+    dense_layers: number of first layers that have an MLP in place of experts;
+    left_out: parts of the model that are not counted, a line each.
+
+    Raises ValueError, naming the flag, for invalid options.
     """
 
     num_layers: int
@@ -124,6 +128,8 @@ class ModelSpec:
             )
 
     def _check_type(self, name: str, hint: str) -> None:
+        """Raises ValueError for a value of another type than the annotation `hint`, and for an
+        integer below 1."""
         value = getattr(self, name)
         if value is None and "None" in hint:
             return
@@ -141,18 +147,19 @@ class ModelSpec:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head, or of its values if those differ."""
+        """Channels of one attention head; with latent attention, of its values."""
         if self.multi_latent_attention:
             return self.v_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query(self) -> int:
-        """Width of all heads' queries."""
+        """Width of all heads' queries; with latent attention, of all heads' values."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value(self) -> int:
+        """Width of all keys and values together."""
         return 2 * self.query_groups * self.head_dim
 
     @property
@@ -164,7 +171,7 @@ class ModelSpec:
 
     @property
     def gates(self) -> int:
-        """Number of outputs of the MLP's width that its first matrix has."""
+        """Number of outputs, each of the MLP's width, of the MLP's first matrix: 2 if gated."""
         return 2 if self.swiglu else 1
 
     @property
@@ -209,6 +216,7 @@ class ModelSpec:
         return self.hidden_size * width * (1 + self.gates)
 
     def is_moe(self, layer: int) -> bool:
+        """True if a layer, numbered from 0, has experts."""
         return bool(self.num_experts) and layer >= self.dense_layers
 
     def active_ffn(self, layer: int) -> int:
@@ -222,8 +230,8 @@ class ModelSpec:
         return self.attention_numel + self.mlp_numel(self.active_ffn(layer))
 
     def saved_numel(self, width: int) -> int:
-        """Elements that autograd saves per token in a layer, with flash attention and an MLP of
-        that width."""
+        """Elements that autograd saves for a token in a layer with flash attention. width: of the
+        MLP."""
         attention = 2 * self.query + self.key_value
         mlp = (1 + self.gates) * width
         return 4 * self.hidden_size + attention + mlp
@@ -250,8 +258,8 @@ OPTIONS = tuple(item.name for item in fields(ModelSpec) if item.name not in _NOT
 
 @dataclass(frozen=True)
 class Parallel:
-    """Model-parallel sizes: tensor, pipeline (and virtual stages) and expert. recompute: True
-    recomputes every layer."""
+    """Model-parallel sizes. virtual: virtual stages of each pipeline rank. recompute: True if every
+    layer is recomputed in backward."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -267,12 +275,12 @@ class Parallel:
 
     @property
     def split(self) -> Parallel:
-        """The sizes that parameters depend on."""
+        """The sizes on which a rank's parameters depend; the others have defaults."""
         return Parallel(self.tensor, self.pipeline, expert=self.expert)
 
     def in_flight(self, stage: int, microbatches: int) -> float:
-        """Microbatches whose activations a rank of a stage holds at once. With virtual stages it
-        runs more forwards first, each of a part of its layers."""
+        """Most microbatches whose activations a rank of a stage holds at once. With virtual stages
+        it is a fraction: the rank runs more forwards first, but each of a part of its layers."""
         behind = self.pipeline - 1 - stage
         if self.virtual == 1:
             return min(behind + 1, microbatches)
@@ -312,13 +320,14 @@ def number_of(unit: str) -> int:
 
 
 def is_linear_weight(name: str) -> bool:
-    """True if a parameter of a transformer layer is the weight of a GEMM."""
+    """True if a parameter, by its name, is the weight of a GEMM in a transformer layer. Weights of
+    experts end in the expert's number."""
     return ".linear_" in name and name.rstrip("0123456789").endswith(".weight")
 
 
 ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
-"""Suffixes of matrices whose columns tensor parallelism splits. Of others it splits the rows;
-experts' are not split."""
+"""Suffixes of matrices whose columns tensor parallelism splits. It splits the rows of all others,
+except experts', the router's and `EVERY_RANK_HAS`."""
 
 EVERY_RANK_HAS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 """Suffixes of matrices that tensor parallelism does not split."""
@@ -330,8 +339,8 @@ def is_experts(name: str) -> bool:
 
 
 def layers_of(spec: ModelSpec, parallel: Parallel, stage: int) -> list[int]:
-    """Numbers of the layers of a stage, split as evenly as possible. Virtual stages count as
-    one."""
+    """Numbers of the layers of a stage. Layers are split as evenly as possible; the first stages
+    have one more. The virtual stages of a rank count as one stage."""
     each, more = divmod(spec.num_layers, parallel.pipeline)
     begin = stage * each + min(stage, more)
     return list(range(begin, begin + each + (stage < more)))
@@ -340,14 +349,14 @@ def layers_of(spec: ModelSpec, parallel: Parallel, stage: int) -> list[int]:
 def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list[Row]:
     """Every parameter of a rank of a pipeline stage, in registration order.
 
-    Transformer layers are units. Embedding and output layer are units unless they share their
-    weight, which then belongs to the root unit, like the final norm.
+    Each transformer layer is a unit. Embedding and output layer are units if they have separate
+    weights; a shared one belongs to the root unit, like the final norm.
     """
     tied = not spec.untie_embeddings_and_output_weights
     vocabulary = spec.embedding_rows
     hidden = spec.hidden_size
     embedding = ROOT if tied else EMBEDDING
-    found: list[tuple[str, str, FullShape]] = []
+    found: list[tuple[str, str, Shape]] = []
     if stage == 0:
         tables = {"word": vocabulary}
         if spec.position_embedding_type == "learned_absolute":
@@ -374,9 +383,9 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
     return rows_of_rank
 
 
-def _split(fqn: str, full: FullShape, tensor: int) -> FullShape:
-    """The shape of a tensor-parallel rank's part: columns of matrices that end a block, rows of
-    those that begin one."""
+def _split(fqn: str, full: Shape, tensor: int) -> Shape:
+    """The shape of a tensor-parallel rank's part of a parameter: some columns of a matrix that ends
+    a block, some rows of one that begins it. Norms and biases count as whole."""
     if tensor == 1 or len(full) == 1 or fqn.endswith((*EVERY_RANK_HAS, "router.weight")):
         return full
     rows, columns = full
@@ -386,6 +395,7 @@ def _split(fqn: str, full: FullShape, tensor: int) -> FullShape:
 
 
 def _layer(spec: ModelSpec, parallel: Parallel, moe: bool) -> Shapes:
+    """A transformer layer's parameters. moe: with this rank's experts, not an MLP."""
     found = _norm("input_layernorm", spec.hidden_size, spec)
     found += _attention(spec)
     found += _norm("pre_mlp_layernorm", spec.hidden_size, spec)
@@ -394,15 +404,15 @@ def _layer(spec: ModelSpec, parallel: Parallel, moe: bool) -> Shapes:
     experts = spec.num_experts or 0
     found.append(("mlp.router.weight", (experts, spec.hidden_size)))
     if spec.shared_ffn:
-        found += _mlp("mlp.shared_experts", spec, spec.shared_ffn, has_bias=False)
-    expert = _mlp("mlp.experts", spec, spec.expert_ffn, has_bias=False)
+        found += _mlp("mlp.shared_experts", spec, spec.shared_ffn, may_have_bias=False)
+    expert = _mlp("mlp.experts", spec, spec.expert_ffn, may_have_bias=False)
     for index in range(-(-experts // parallel.expert)):
         found += [(f"{name}{index}", shape) for name, shape in expert]
     return found
 
 
-def _mlp(part: str, spec: ModelSpec, width: int, has_bias: bool = True) -> Shapes:
-    bias = has_bias and spec.add_bias_linear
+def _mlp(part: str, spec: ModelSpec, width: int, may_have_bias: bool = True) -> Shapes:
+    bias = may_have_bias and spec.add_bias_linear
     found = _linear(f"{part}.linear_fc1", width * spec.gates, spec.hidden_size, bias)
     found += _linear(f"{part}.linear_fc2", spec.hidden_size, width, bias)
     return found
@@ -423,8 +433,8 @@ def _attention(spec: ModelSpec) -> Shapes:
 
 
 def _latent_attention(spec: ModelSpec) -> Shapes:
-    """Projections of latent attention, without biases. Queries, keys and values are computed from a
-    narrow vector each, which has a norm."""
+    """Latent attention's projections before the attention; they have no biases. Queries are
+    computed from one narrow vector, keys and values from another; each vector has a norm."""
     hidden = spec.hidden_size
     heads = spec.num_attention_heads
     rope = spec.qk_pos_emb_head_dim

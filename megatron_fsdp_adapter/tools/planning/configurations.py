@@ -40,11 +40,12 @@ RESERVED = "contexts, NCCL, fragments"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A user's choices.
+    """A user's choices. Compute is in bf16, and communication of gradients in fp32.
 
-    instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
-    state. microbatch: sequences. copies: copy engines for weights and gradients. graph: one CUDA
-    graph for the whole step. Compute is in bf16, and communication of gradients in fp32."""
+    instances: optimizer instances, which are the outer axis. outer_optim: True if instances also
+    shard main weights and state. microbatch: number of sequences. copies: True if copy engines move
+    weights and gradients. graph: True for one CUDA graph of the whole step. separate_gathers: True
+    if gathers have a communicator of their own. fused: True if GEMMs write weight gradients."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -59,12 +60,12 @@ class Configuration:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks of all instances with different batches."""
+        """Number of data-parallel ranks, of all instances together."""
         return self.gpus // (self.parallel.tensor * self.parallel.pipeline)
 
     @property
     def experts_over(self) -> int:
-        """Ranks with the same experts."""
+        """Number of ranks with the same experts, of all instances together."""
         return max(1, self.gpus // (self.parallel.pipeline * self.parallel.expert))
 
     def microbatches(self, global_batch: int) -> int:
@@ -88,7 +89,7 @@ class Configuration:
 
     @property
     def slots(self) -> dict[str, Any]:
-        """The slots by the options of the DDP config."""
+        """The fixed slots of communication buffers, by the options of the DDP config."""
         return slots_wanted(
             Namespace(
                 fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
@@ -101,14 +102,14 @@ class Configuration:
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
         strategy = STRATEGIES[self.strategy]
-        whole: tuple[str, ...] = ()
+        unsharded: tuple[str, ...] = ()
         if strategy.shard_grads:
             # Domains of one rank, as in `with_single_rank_domains`.
-            whole = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
+            unsharded = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
         return EngineConfig(
             strategy,
             poison_buffers=False,
-            whole=whole,
+            whole=unsharded,
             shard_outer=self.outer_optim and self.instances > 1,
             **self.slots,
         )
@@ -139,8 +140,7 @@ class Configuration:
 
 
 def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
-    """Elements up to which layers of a pipeline stage are grouped, in each of its model chunks; 0:
-    not grouped."""
+    """Elements up to which the layers of a model chunk are grouped into a unit; 0: not grouped."""
     asked = Namespace(cuda_graph_impl=FULL_ITERATION if chosen.graph else None)
     numels = layer_numels(spec, chosen.parallel.split, stage)
     of_chunk = numels[: -(-len(numels) // chosen.parallel.virtual)]
@@ -165,8 +165,9 @@ def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedMo
 
 
 def memory(spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int) -> Bytes:
-    """Bytes by kind on the first rank of the stage that needs most. The kinds are those of
-    `estimate`; with `outer_optim` main weights and state are sharded again."""
+    """Bytes by kind, at their peak, on the first rank of the stage that needs most. The kinds are
+    those of `estimate`, with activations and a reserve."""
+    # The first stage holds most activations, the last one the output layer.
     stages = sorted({0, chosen.parallel.pipeline - 1})
     needed = [_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages]
     return max(needed, key=_total)
@@ -182,10 +183,10 @@ def _stage_memory(
     model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
     held = model.bytes_held(strategy, Precision(), 0)
-    if chosen.engine.shard_outer:
+    if chosen.engine.shard_outer:  # main weights and state are sharded again, over instances
         if strategy.shard_weights:
-            whole = model.is_single_rank(strategy)
-            shards = (one.shard_numel for one in model.layouts if not whole(one))
+            is_unsharded = model.is_single_rank(strategy)
+            shards = (one.shard_numel for one in model.layouts if not is_unsharded(one))
             held[KEPT_SHARD] = BF16 * sum(shards)  # stay between gathers
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
@@ -195,11 +196,11 @@ def _stage_memory(
     return at_its_most(held, activations, microbatches > 1)
 
 
-def at_its_most(held: Bytes, activations: int, again: bool) -> Bytes:
+def at_its_most(held: Bytes, activations: int, accumulates: bool) -> Bytes:
     """Bytes by kind at the event with the highest total.
 
     The events are the end of a forward (with all activations), the end of a backward (with
-    gradients and buckets), and the begin of a forward. again: True if gradients of earlier
+    gradients and buckets), and the begin of a forward. accumulates: True if gradients of earlier
     microbatches exist in a forward."""
     of_life: dict[str, Bytes] = defaultdict(dict)
     for kind, nbytes in held.items():
@@ -208,7 +209,7 @@ def at_its_most(held: Bytes, activations: int, again: bool) -> Bytes:
     grads = of_life[BACKWARD_TO_STEP]
     passing = of_life[UNIT_IN_USE]
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
-    forward_ends = {**kept, **grads} if again else dict(kept)
+    forward_ends = {**kept, **grads} if accumulates else dict(kept)
     forward_ends |= weights | of_life[FORWARD_TO_BACKWARD]
     forward_ends[ACTIVATIONS] = activations
     backward_ends = {**kept, **grads, **passing}
@@ -218,24 +219,25 @@ def at_its_most(held: Bytes, activations: int, again: bool) -> Bytes:
 
 
 def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
-    """The ranks of each axis: tensor-parallel ranks are neighbors, then data-parallel ranks (of one
-    instance first), then stages."""
+    """Name of an axis -> its group. Tensor-parallel ranks are neighbors; then come data-parallel
+    ranks, those of one instance first; then stages."""
     domain = machine.network.domain
     tensor = chosen.parallel.tensor
     expert = chosen.parallel.expert
 
     def spread(size: int, stride: int) -> Group:
+        """A group of `size` ranks that are `stride` apart."""
         if size <= 1:
             return Group(size, 1)
         return Group(size, max(1, min(size, domain // stride)))
 
     inner, outer = chosen.shards[DENSE]
-    einner, eouter = chosen.shards[EXPERT]
+    expert_inner, expert_outer = chosen.shards[EXPERT]
     return {
         "tensor": spread(tensor, 1),
         DENSE: spread(inner, tensor),
         f"{DENSE} outer": spread(outer, inner * tensor),
         EXPERTS: spread(expert, 1),
-        EXPERT: spread(einner, expert),
-        f"{EXPERT} outer": spread(eouter, einner * expert),
+        EXPERT: spread(expert_inner, expert),
+        f"{EXPERT} outer": spread(expert_outer, expert_inner * expert),
     }

@@ -19,17 +19,18 @@ from .timing import EXPOSED, HOST, STEP, Window, time_windows
 
 FEW = 4
 MORE = 7
-"""Numbers of layer units that are simulated. Their difference is the time of each further unit."""
+"""Numbers of layer units that are simulated. The two times are extrapolated to all units."""
 
 LIMITS = ("optimizer", "pipeline bubble", "norm")
-"""Purposes of time beside exposed collectives and waits for the host that can limit a step."""
+"""Purposes of time that can limit a step, beside exposed collectives and waits for the host."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The expected time and memory of a step.
 
-    ms: of a step. spent: ms of it by purpose. memory: peak bytes by kind."""
+    ms: of a step. tokens, flops: of a step of all GPUs. spent: ms of a step by purpose. memory:
+    peak bytes by kind."""
 
     configuration: Configuration
     ms: float
@@ -51,6 +52,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
+        """The part of the vendor's peak that is reached, from 0 to 1."""
         return self.tflops / self.peak_tflops
 
     @property
@@ -63,12 +65,13 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The largest purpose of time beside compute, or "compute" if none exceeds 5%."""
+        """The purpose that takes most time beside compute, with ms; "compute" if none exceeds 5% of
+        the step."""
         largest = ""
         most = 0.0
         for name, ms in self.spent.items():
-            limits = name.startswith((EXPOSED, HOST)) or name in LIMITS
-            if limits and ms > most:
+            can_limit = name.startswith((EXPOSED, HOST)) or name in LIMITS
+            if can_limit and ms > most:
                 largest = name
                 most = ms
         if most > 0.05 * self.ms:
@@ -87,12 +90,13 @@ def predict(
     """
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
-    ran = [_stage(spec, chosen, machine, count, stage) for stage in stages]
-    seconds, spent = max(ran, key=lambda window: window[0])
+    timed = [_stage(spec, chosen, machine, count, stage) for stage in stages]
+    seconds, spent = max(timed, key=lambda window: window[0])
     spent = {name: 1e3 * part for name, part in spent.items()}
     hosts = max(1, chosen.gpus // machine.network.domain)
     late = 0.0
     if hosts > 1:
+        # About the largest of as many normally distributed times, beyond their mean.
         late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts))
     if late:
         spent["stragglers"] = 1e3 * late
@@ -111,22 +115,25 @@ def predict(
 def _stage(
     spec: ModelSpec, chosen: Configuration, machine: Machine, count: int, stage: int
 ) -> Window:
-    """Seconds of a step on a stage, and by purpose."""
+    """Seconds of a step of `count` microbatches on a stage, and seconds by purpose.
+
+    A step of few layers and microbatches is simulated; further ones count as much as its middle
+    microbatch, and as the difference of two numbers of layers."""
     parallel = chosen.parallel
     layers = len(layers_of(spec, parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
-    joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
-    least = FEW * joined
-    most = MORE * joined
-    if layers <= most:
-        around, middle = _ran(spec, chosen, machine, run, stage, layers)
+    unit_layers = max(unit.layers for unit in planned(spec, chosen, stage).units)
+    few_layers = FEW * unit_layers
+    more_layers = MORE * unit_layers
+    if layers <= more_layers:
+        step, middle = _timed(spec, chosen, machine, run, stage, layers)
     else:
-        few = _ran(spec, chosen, machine, run, stage, least)
-        more = _ran(spec, chosen, machine, run, stage, most)
-        times = (layers - most) / (most - least)
-        around = _further(few[0], more[0], times)
+        few = _timed(spec, chosen, machine, run, stage, few_layers)
+        more = _timed(spec, chosen, machine, run, stage, more_layers)
+        times = (layers - more_layers) / (more_layers - few_layers)
+        step = _further(few[0], more[0], times)
         middle = _further(few[1], more[1], times)
-    seconds, of_step = around
+    seconds, of_step = step
     each, of_middle = middle
     middles = count - run
     seconds += middles * each
@@ -150,43 +157,46 @@ def _stage(
 
 
 def _further(few: Window, more: Window, times: float) -> Window:
-    """Extrapolates by `times` the difference of two numbers of layers beyond the larger."""
+    """Extrapolates the times of few and of more layers: adds their difference, `times` times, to
+    those of more layers."""
 
-    def on(small: float, large: float) -> float:
+    def extrapolated(small: float, large: float) -> float:
         return max(0.0, large + (large - small) * times)
 
     few_seconds, of_few = few
     more_seconds, of_more = more
     spent: dict[str, float] = {}
     for name in {**of_few, **of_more}:
-        spent[name] = on(of_few.get(name, 0.0), of_more.get(name, 0.0))
-    return on(few_seconds, more_seconds), spent
+        spent[name] = extrapolated(of_few.get(name, 0.0), of_more.get(name, 0.0))
+    return extrapolated(few_seconds, more_seconds), spent
 
 
 def program_of(
     spec: ModelSpec, chosen: Configuration, microbatches: int, stage: int, layers: int
 ) -> Program:
-    """The program of two steps of a rank of a stage, with its last `layers` layers: the first ones
-    of a mixture of experts may be dense."""
+    """The program of two steps of a rank of a stage. Of the stage's layers it has the last `layers`
+    ones, because the first ones of a mixture of experts may be dense."""
     mine = units(spec, chosen.parallel, chosen.microbatch, stage)
-    numbers = [unit.name for unit in mine if is_layer(unit.name)]
-    left_out = set(numbers[: len(numbers) - layers])
+    names = [unit.name for unit in mine if is_layer(unit.name)]
+    left_out = set(names[: len(names) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
     warmup = warmup_of(chosen, stage, microbatches)
     return record_step(mine, chosen, microbatches, warmup, unit_numel(spec, chosen, stage))
 
 
 def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
-    """Forwards before the first backward, at most one: more would not change the alternation of
-    backwards and forwards that follows."""
+    """Number of forwards before the first backward in the simulation, 0 or 1: with more, backwards
+    and forwards would alternate in the same way afterwards."""
     return min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 1)
 
 
-def _ran(
+def _timed(
     spec: ModelSpec, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
 ) -> list[Window]:
-    """Times the engine's program with `layers` of the stage's layers: the step (begin and end are
-    in it), and a middle microbatch."""
+    """Times the engine's program with `run` microbatches and `layers` of the stage's layers.
+
+    Returns two windows: the whole step, and a middle microbatch (with fewer than 3 microbatches the
+    step again, of which then none is added)."""
     program = program_of(spec, chosen, run, stage, layers)
     if run >= 3:
         windows = [STEP, ("microbatch", run + 1)]

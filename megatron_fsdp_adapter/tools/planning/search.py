@@ -21,17 +21,19 @@ from .prediction import Prediction, predict
 from .timing import HOST
 
 HOPELESS = 1.6
-"""Ratio to the best guess above which nothing is simulated."""
+"""Ratio of a guessed time to the best guess, above which a configuration is not simulated."""
 
 FEW_TRIES = 6
-"""Number of tries below which one configuration is simulated for each combination of split and
-strategy."""
+"""With fewer tries, one configuration is simulated for each combination of split and strategy, not
+three, and the baseline has no precedence."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a plan. fixed: fields of a `Configuration` or `Parallel` that the user has
-    chosen."""
+    """The input of a plan.
+
+    memory_gib: memory of a GPU. fixed: fields of a `Configuration` or `Parallel` that the user has
+    chosen. tries: number of configurations that are simulated."""
 
     spec: ModelSpec
     machine: Machine
@@ -56,8 +58,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search. predictions: by time, the best first. refused: rejected
-    configurations, and why."""
+    """The result of a search. predictions: by time, the best first. refused: names of rejected
+    configurations, each with the reason."""
 
     wanted: Request
     predictions: Sequence[Prediction]
@@ -69,8 +71,8 @@ def _powers(limit: int) -> list[int]:
 
 
 def splits(wanted: Request) -> Iterator[Configuration]:
-    """Every model-parallel split that the fixed options allow, whether it fits or not, as a
-    configuration with defaults."""
+    """Every model-parallel split that Megatron and the fixed options allow, as a configuration with
+    defaults otherwise. Memory is not checked."""
     spec = wanted.spec
     domain = wanted.machine.network.domain
     heads = spec.query_groups
@@ -81,20 +83,20 @@ def splits(wanted: Request) -> Iterator[Configuration]:
         experts = [n for n in _powers(spec.num_experts) if spec.num_experts % n == 0]
     choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
     for tensor, pipeline, expert, recompute, micro in choices:
-        if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
+        if wanted.gpus % (tensor * pipeline) or not _allows(wanted, "microbatch", micro):
             continue
         virtuals = (1, 2, 4, 8) if pipeline > 1 else (1,)
         for virtual in virtuals:
             if spec.num_layers < pipeline * virtual:
                 continue
             parallel = Parallel(tensor, pipeline, virtual, expert, recompute)
-            if not all(_is(wanted, name, value) for name, value in vars(parallel).items()):
+            if not all(_allows(wanted, name, value) for name, value in vars(parallel).items()):
                 continue
             if not split_problems(spec, parallel, wanted.gpus, micro, wanted.global_batch):
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
 
 
-def _is(wanted: Request, name: str, value: object) -> bool:
+def _allows(wanted: Request, name: str, value: object) -> bool:
     """True unless another value is fixed."""
     return wanted.fixed.get(name, value) == value
 
@@ -102,36 +104,37 @@ def _is(wanted: Request, name: str, value: object) -> bool:
 def candidates(wanted: Request, split: Configuration) -> Iterator[Configuration]:
     """Every configuration of a model-parallel split."""
     for strategy in STRATEGIES:
-        if not _is(wanted, "strategy", strategy):
+        if not _allows(wanted, "strategy", strategy):
             continue
-        for chosen in _of(wanted, replace(split, strategy=strategy)):
-            if _is(wanted, "instances", chosen.instances):
+        for chosen in _with_strategy(wanted, replace(split, strategy=strategy)):
+            if _allows(wanted, "instances", chosen.instances):
                 yield chosen
 
 
-def _of(wanted: Request, base: Configuration) -> Iterator[Configuration]:
-    """The candidates of a strategy."""
+def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configuration]:
+    """Every configuration with the split and the strategy of `base`."""
     parallel = base.parallel
     strategy = base.strategy
-    over = base.data_parallel
-    if over == base.experts_over == 1 and strategy != "optim":
+    data_ranks = base.data_parallel
+    if data_ranks == base.experts_over == 1 and strategy != "optim":
         return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor
     instances = {1}
     for ranks in (inside, 8 * inside, 64 * inside):
-        if 0 < ranks < over:
-            instances.add(over // ranks)
+        if 0 < ranks < data_ranks:
+            instances.add(data_ranks // ranks)
     moe = bool(wanted.spec.num_experts)
     graphs = [False]
     if parallel.pipeline == 1 and not moe:
         graphs.append(True)
     for count, graph in product(sorted(instances), graphs):
-        if over % count or base.experts_over % count:
+        if data_ranks % count or base.experts_over % count:
             continue
-        near = strategy == "optim_grads_params" and over // count <= inside and over > 1
-        for split in {False, count > 1 and strategy != "no_shard"}:
+        # Copy engines work inside an NVLink domain.
+        near = strategy == "optim_grads_params" and data_ranks // count <= inside and data_ranks > 1
+        for outer_optim in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
-                base, instances=count, outer_optim=split, graph=graph, separate_gathers=moe
+                base, instances=count, outer_optim=outer_optim, graph=graph, separate_gathers=moe
             )
             yield chosen
             if near:
@@ -139,7 +142,8 @@ def _of(wanted: Request, base: Configuration) -> Iterator[Configuration]:
 
 
 def plan(wanted: Request, progress: Progress = silent) -> Plan:
-    """The best configurations, each simulated with the engine. progress: called after each.
+    """The best configurations, each simulated with the engine. progress: called after each
+    simulation.
 
     Raises:
         ValueError: none fits, or the fixed options allow none.
@@ -147,21 +151,21 @@ def plan(wanted: Request, progress: Progress = silent) -> Plan:
     spec = wanted.spec
     machine = wanted.machine
     limit = wanted.memory_gib * GIB
-    known: list[tuple[float, Configuration]] = []
-    too_large: dict[str, tuple[float, str]] = {}
+    guessed: list[tuple[float, Configuration]] = []  # with seconds
+    too_large: dict[str, tuple[float, str]] = {}  # the smallest of each kind: bytes and name
     for split in splits(wanted):
         for chosen in candidates(wanted, split):
             count = chosen.microbatches(wanted.global_batch)
             needed = at_least_bytes(spec, chosen, count) + machine.gpu.reserved_gib * GIB
             if needed <= limit:
-                known.append((seconds(spec, chosen, machine, count), chosen))
+                guessed.append((seconds(spec, chosen, machine, count), chosen))
                 continue
             large = (needed, chosen.name)
             kind = _kind(chosen)
             too_large[kind] = min(too_large.get(kind, large), large)
-    if not known and not too_large:
+    if not guessed and not too_large:
         raise ValueError(_why_none(wanted))
-    found, refused, needs = _run_best(wanted, known, limit, progress)
+    found, refused, needs = _run_best(wanted, guessed, limit, progress)
     kinds_found = {_kind(one.configuration) for one in found}
     for kind, (needed, name) in too_large.items():
         if kind not in kinds_found:
@@ -194,11 +198,12 @@ def _why_none(wanted: Request) -> str:
 
 
 BASELINE = "weights sharded over all ranks, no other split but of experts"
-"""The configuration that users of FSDP compare with, so it is simulated however slow it is."""
+"""The configuration that users of FSDP compare with. It is simulated however slow it is, unless
+there are few tries."""
 
 
 def _kind(chosen: Configuration) -> str:
-    """The baseline, or the strategy."""
+    """`BASELINE` for a baseline, else the name of the strategy."""
     alone = chosen.parallel.tensor == chosen.parallel.pipeline == 1
     if alone and chosen.strategy == "optim_grads_params":
         return BASELINE
@@ -206,7 +211,7 @@ def _kind(chosen: Configuration) -> str:
 
 
 def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:
-    """True for a baseline without a graph if there is none yet."""
+    """True for a baseline without a graph if no baseline has been simulated yet."""
     if chosen.graph or _kind(chosen) != BASELINE:
         return False
     return all(_kind(one.configuration) != BASELINE for one in found)
@@ -215,9 +220,9 @@ def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:
 NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
 
 
-def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
-    """The reason why a full-iteration graph saves nothing: without it the step is not
-    launch-bound."""
+def _why_no_graph(chosen: Configuration, found: Sequence[Prediction]) -> str:
+    """The reason why the full-iteration graph of a configuration saves nothing; empty if it may. It
+    saves nothing if the step has been simulated without it and is not launch-bound."""
     without = replace(chosen, graph=False)
     for one in found:
         if one.configuration == without:
@@ -228,39 +233,41 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 def _run_best(
     wanted: Request,
-    known: Sequence[tuple[float, Configuration]],
+    guessed: Sequence[tuple[float, Configuration]],
     limit: float,
     progress: Progress,
 ) -> tuple[list[Prediction], list[tuple[str, str]], list[tuple[float, str]]]:
-    """Simulates the most promising configurations that fit, at most a few of each combination of
-    split and strategy, so that a wrong guess excludes none. Also returns what was refused, and the
-    bytes of those that do not fit."""
+    """Simulates the most promising configurations that fit: at most a few of each combination of
+    split and strategy, so that a wrong guess excludes no combination.
+
+    Returns predictions; names of refused configurations with the reason; and bytes and names of
+    those that do not fit. guessed: seconds and configuration; limit: bytes."""
     found: list[Prediction] = []
     refused: list[tuple[str, str]] = []
     needs: list[tuple[float, str]] = []
-    ordered = sorted(known, key=lambda entry: entry[0])  # ties: the simpler one first
-    times: dict[tuple[object, ...], int] = {}
+    ordered = sorted(guessed, key=lambda entry: entry[0])  # ties: the simpler one first
+    tried: dict[tuple[object, ...], int] = {}  # number by combination
     best = ordered[0][0] if ordered else 0.0
     few = wanted.tries < FEW_TRIES
-    of_a_kind = 1 if few else 3
+    most = 1 if few else 3
     for guess, chosen in ordered:
         parallel = chosen.parallel
-        kind = (parallel.tensor, parallel.pipeline, parallel.expert, chosen.strategy)
-        times[kind] = times.get(kind, 0) + 1
-        enough = len(found) >= wanted.tries or times[kind] > of_a_kind
+        combination = (parallel.tensor, parallel.pipeline, parallel.expert, chosen.strategy)
+        tried[combination] = tried.get(combination, 0) + 1
+        enough = len(found) >= wanted.tries or tried[combination] > most
         hopeless = guess > HOPELESS * best and bool(found)
         if (enough or hopeless) and (few or not _is_due(chosen, found)):
             continue
-        if chosen.graph and (why := _no_use(chosen, found)):
+        if chosen.graph and (why := _why_no_graph(chosen, found)):
             refused.append((chosen.name, why))
-            times[kind] -= 1
+            tried[combination] -= 1
             continue
         count = chosen.microbatches(wanted.global_batch)
         held = sum(memory(wanted.spec, chosen, wanted.machine, count).values())
         if held > limit:
             refused.append((chosen.name, f"peak memory {math.ceil(held / GIB)} GiB"))
             needs.append((held, chosen.name))
-            times[kind] -= 1
+            tried[combination] -= 1
             continue
         found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
         progress(1, max(len(found), wanted.tries))
