@@ -17,8 +17,8 @@ from .shapes import activation_bytes, head_work, layer_work, waits_for_longer
 
 @lru_cache(maxsize=4096)
 def stage_seconds(spec: ModelSpec, parallel: Parallel, microbatch: int, gpu: Gpu) -> float:
-    """Compute seconds of a microbatch on the slowest stage. Layers are not split, and the last
-    stage computes the loss."""
+    """Compute seconds of a microbatch on the slowest stage: the first, or the last, which also
+    computes the loss."""
     tokens = microbatch * spec.tokens
     forward, backward, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1)
     layer = _compute_seconds(forward + backward, gpu)
@@ -30,73 +30,74 @@ def stage_seconds(spec: ModelSpec, parallel: Parallel, microbatch: int, gpu: Gpu
 
 
 def _compute_seconds(works: Sequence[Operation], gpu: Gpu) -> float:
+    """Seconds of operations one after the other, without the collectives among them."""
     computes = [work for work in works if work.kind not in COLLECTIVES]
     return sum(operation_seconds(work.kind, work.amount, gpu, work.kernels) for work in computes)
 
 
 def _layers_waited_for(spec: ModelSpec, parallel: Parallel, stage: int) -> float:
-    """The number of layers whose time a stage takes, waits for longer virtual stages included."""
+    """The time of a stage in layers: its number of layers, and waits for longer virtual stages."""
     layers = len(layers_of(spec, parallel, stage))
     return layers * (1 + waits_for_longer(spec, parallel, stage))
 
 
 def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int) -> float:
-    """Seconds of a step: compute of `count` microbatches, exposed communication, and the
+    """Seconds of a step of `count` microbatches: compute, exposed communication, and the
     optimizer."""
     parallel = chosen.parallel
-    row = STRATEGIES[chosen.strategy]
+    strategy = STRATEGIES[chosen.strategy]
     gpu = machine.gpu
-    where = groups(chosen, machine)
+    group_of = groups(chosen, machine)
     compute = count * stage_seconds(spec, parallel, chosen.microbatch, gpu)
     layers = max(1, spec.num_layers // parallel.pipeline)
-    link = _link(spec, chosen, machine, layers, count)
-    own = 0.0
+    link = _link_seconds(spec, chosen, machine, layers, count)
+    tensor = 0.0
     if parallel.tensor > 1:
         whole = 2 * chosen.microbatch * spec.tokens * spec.hidden_size
-        one = collective_seconds(Kind.ALL_GATHER, whole, where["tensor"], machine.network)
-        own = 8 * one * layers * count
+        one = collective_seconds(Kind.ALL_GATHER, whole, group_of["tensor"], machine.network)
+        tensor = 8 * one * layers * count  # two gathers and two reductions, forward and backward
     slowed = 0.15 * min(link, compute) * (0.4 if chosen.copies else 1.0)
     held = 0.0
     for domain, elements in _numel(spec, parallel).items():
-        held += elements / where[domain].size if row.shard_main else elements
+        held += elements / group_of[domain].size if strategy.shard_main else elements
     host = 0.0
     if not chosen.graph:
         host = 5e-3 * layers * count * machine.host
     bubble = (parallel.pipeline - 1) / parallel.virtual / count
-    busy = max(compute + slowed + own, host) * (1 + bubble)
+    busy = max(compute + slowed + tensor, host) * (1 + bubble)
     exposed = max(0.0, link - 0.8 * busy)
     optimizer = 36 * held / (gpu.memory_tbps * 1e12)
     return busy + exposed + optimizer
 
 
-def _link(
+def _link_seconds(
     spec: ModelSpec, chosen: Configuration, machine: Machine, layers: int, count: int
 ) -> float:
-    """Seconds of all-gathers and reductions."""
-    row = STRATEGIES[chosen.strategy]
-    where = groups(chosen, machine)
+    """Seconds of all-gathers and reductions of data parallelism in a step."""
+    strategy = STRATEGIES[chosen.strategy]
+    group_of = groups(chosen, machine)
     network = machine.network
     gathers = 0
-    if row.shard_main:
-        gathers = 2 * count if row.shard_weights else 1
-    reduces = count if row.shard_grads else 1
+    if strategy.shard_main:
+        gathers = 2 * count if strategy.shard_weights else 1
+    reduces = count if strategy.shard_grads else 1
     passes = ((gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4))
     link = 0.0
     for domain, elements in _numel(spec, chosen.parallel).items():
-        inner = where[domain]
+        inner = group_of[domain]
         for times, kind, size in passes:
             nbytes = size * elements / layers
             one = collective_seconds(kind, nbytes, inner, network, chosen.copies)
             link += times * layers * one
         shard = 4 * elements / max(1, inner.size)
-        outer = where[f"{domain} outer"]
+        outer = group_of[f"{domain} outer"]
         link += collective_seconds(Kind.ALL_REDUCE, shard, outer, network)
     return link
 
 
 def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
-    """A lower bound on bytes of states and activations, without planning."""
-    row = STRATEGIES[chosen.strategy]
+    """A lower bound on bytes of states and activations on the first stage, without planning."""
+    strategy = STRATEGIES[chosen.strategy]
     parallel = chosen.parallel
     in_flight = parallel.in_flight(0, count)
     total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
@@ -104,14 +105,14 @@ def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
         inner, outer = chosen.shards[domain]
         part = elements / inner
         held = elements
-        if row.shard_main:
+        if strategy.shard_main:
             held = part / outer if chosen.outer_optim else part
-        total += 12 * held
-        if not row.shard_grads:
+        total += 12 * held  # main weights and two moments, in float32
+        if not strategy.shard_grads:
             total += 4 * elements
         elif count > 1:
             total += 4 * part
-        if not row.shard_weights:
+        if not strategy.shard_weights:
             total += 2 * elements
     return total
 

@@ -20,13 +20,13 @@ class Gpu:
         memory_gib: memory of the device, by nvidia-smi. reserved_gib: part of it for contexts, NCCL
             and fragmentation.
         peak_tflops: the vendor's dense bf16 peak, to which MFU refers.
-        product_tflops: reached by large bf16 GEMMs.
-        attention_tflops: causal attention, forward and backward together, counting half of the
-            square.
-        memory_tbps: reached by memory-bound kernels, bytes read and written. kernel_us: gap between
-            kernels of a stream.
-        sustained: slowdown of GEMMs by the power limit if they run all the time; busy: fraction of
-            time from which on it applies, linearly.
+        product_tflops: rate that large bf16 GEMMs reach; grouped_tflops: grouped GEMMs.
+        attention_tflops: rate of causal attention, forward and backward together, counting half of
+            the square.
+        memory_tbps: rate that memory-bound kernels reach, bytes read and written. kernel_us: gap
+            between kernels of a stream.
+        sustained: factor by which the power limit slows GEMMs that run all the time; busy: part of
+            the time from which on it slows them, growing linearly.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Network:
 
     Attributes:
         domain: GPUs of one NVLink domain. link_gbps: number of ranks -> GB/s of a GPU's ring inside
-            a domain (other numbers use the next larger row); copy_gbps: the same with copy engines.
+            a domain, as `_reached` reads it; copy_gbps: the same with copy engines.
         rail_gbps: reached GB/s of one GPU's link to other domains.
         hop_us, rail_hop_us: latency of one step inside and between domains; base_us: of any
             collective.
@@ -109,13 +109,13 @@ def collective_seconds(
 ) -> float:
     """Seconds of a collective without contention. nbytes: size of the whole buffer.
 
-    It is a ring inside a domain. Between domains each GPU of a domain sends its part over its rail.
-    An all-reduce is a reduce-scatter and an all-gather."""
+    Inside a domain it is a ring. Between domains each GPU of a domain sends its part over its rail;
+    of the two times the longer counts. An all-reduce is a reduce-scatter and an all-gather."""
     if group.size == 1:
         return 0.0
     if kind is Kind.ALL_REDUCE:
         half = collective_seconds(Kind.REDUCE_SCATTER, nbytes, group, network)
-        return 2 * half - network.base_us * 1e-6
+        return 2 * half - network.base_us * 1e-6  # the base latency counts once
     inside = group.in_domain
     domains = group.size / inside
     seconds = 0.0
@@ -199,5 +199,5 @@ NETWORK_OF = {
 
 
 def machine_named(gpu: str, network: str | None = None) -> Machine:
-    """A machine from the tables."""
+    """A machine from the tables. network: default: that of the kind of GPU."""
     return Machine(GPUS[gpu], NETWORKS[network or NETWORK_OF[gpu]])

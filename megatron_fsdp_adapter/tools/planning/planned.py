@@ -50,8 +50,8 @@ PlannedRow = tuple[str, str, Shape, int]
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit with the layouts of its groups; units of the same shapes share them. linear_numel:
-    elements of GEMM weights."""
+    """A unit with the layouts of its groups. Units of the same shapes share one tuple of layouts.
+    linear_numel: elements of GEMM weights."""
 
     name: str
     layouts: tuple[GroupLayout, ...]
@@ -77,7 +77,7 @@ class PlannedModel:
 
     planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
     quantization of linear weights. budget: bytes for units that stay unsharded over a step. ahead:
-    elements that may be prefetched, if that is more than the next unit.
+    elements that are prefetched; the next unit is, however large it is.
     """
 
     planned: tuple[PlannedUnit, ...]
@@ -102,7 +102,8 @@ class PlannedModel:
         return max(layout.num_shards for layout in self.layouts)
 
     def _shard(self, layout: GroupLayout, rank: int) -> int:
-        """The shard that a rank has: neighbors have different experts."""
+        """The number of the shard that a rank has. Experts have fewer shards than ranks, because
+        neighboring ranks have different experts; their shards have the same number."""
         return rank * layout.num_shards // self.num_shards
 
     @cached_property
@@ -117,25 +118,27 @@ class PlannedModel:
         return held.index(max(held))
 
     def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
-        """A predicate: True for groups whose domain has one rank."""
+        """A predicate: True for groups whose domain has one rank, if the strategy shards
+        gradients."""
         return lambda layout: strategy.shard_grads and layout.num_shards == 1
 
     def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
         """The units that the budget keeps unsharded over a step."""
-        forward_only = [at for at, unit in enumerate(self.units) if unit.name == EMBEDDING]
+        forward_only = [i for i, unit in enumerate(self.units) if unit.name == EMBEDDING]
         whole = self.is_single_rank(strategy)
         layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
         return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
 
     def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> Bytes:
         """Bytes by kind on `rank`."""
-        whole = self.is_single_rank(strategy)
-        placed = {}  # units with the same layouts share one list
+        is_single_rank = self.is_single_rank(strategy)
+        groups = {}  # units with the same layouts share one list
         for unit in self.units:
-            placed[id(unit.layouts)] = [
-                (layout, self._shard(layout, rank), whole(layout)) for layout in unit.layouts
+            groups[id(unit.layouts)] = [
+                (layout, self._shard(layout, rank), is_single_rank(layout))
+                for layout in unit.layouts
             ]
-        units = [placed[id(unit.layouts)] for unit in self.units]
+        units = [groups[id(unit.layouts)] for unit in self.units]
         kinds = [unit.kind for unit in self.units]
         kept = self.kept(strategy, precision).rows
         held = held_bytes(units, kinds, kept, strategy, precision, self.ahead, **self.slots)
@@ -160,19 +163,19 @@ def planned_units(
     split: Parallel = WHOLE,
     stage: int = 0,
 ) -> tuple[PlannedUnit, ...]:
-    """The units of a rank of a pipeline stage, each planned once per set of shapes.
+    """The units of a rank of a pipeline stage. Units of the same shapes are planned once.
 
-    dense, expert: shards of the parameters of each domain; form: format of linear weights (None:
-    `dtype`); unit_numel: elements up to which layers are grouped into units; fused: True if modules
-    write weight gradients. Raises ValueError for weights that cannot be represented in their
-    format."""
+    dense, expert: number of shards of the parameters of each domain; form: format of linear weights
+    (None: `dtype`); unit_numel: elements up to which layers are grouped into units; fused: True if
+    modules write weight gradients; split: model-parallel sizes. Raises ValueError for weights that
+    cannot be represented in their format."""
     shards = {DENSE: dense, EXPERT: expert}
     units: dict[str, list[PlannedRow]] = {}
     for unit, fqn, shape, domain in listing(spec, split, stage):
         units.setdefault(unit, []).append((unit, fqn, shape, shards[domain]))
     alike: dict[Any, tuple[tuple[GroupLayout, ...], int]] = {}
     found = []
-    for unit, rows in _joined(units, unit_numel).items():
+    for unit, rows in _grouped(units, unit_numel).items():
         key = (unit == ROOT, tuple(row[2:] for row in rows))
         if key not in alike:
             layouts = _layouts(rows, dtype, form, fused)
@@ -184,7 +187,7 @@ def planned_units(
 def _layouts(
     rows: Sequence[PlannedRow], dtype: torch.dtype, form: WeightFormat | None, fused: bool
 ) -> tuple[GroupLayout, ...]:
-    """The layouts of a unit's groups: parameters of one format and number of shards."""
+    """The layouts of a unit's groups. A group has parameters of one format and number of shards."""
     groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
     for _, fqn, shape, number in rows:
         own = form if is_linear_weight(fqn) else None
@@ -215,7 +218,7 @@ def _spec(
     return ParamSpec(index, (fqn,), shape, dtype, True, granularity, form)
 
 
-def _joined(units: Mapping[str, list[PlannedRow]], numel: int) -> dict[str, list[PlannedRow]]:
+def _grouped(units: Mapping[str, list[PlannedRow]], numel: int) -> dict[str, list[PlannedRow]]:
     """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them."""
     found: dict[str, list[PlannedRow]] = {}
     before = ""

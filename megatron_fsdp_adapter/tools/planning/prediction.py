@@ -195,8 +195,8 @@ def _timed(
 ) -> list[Window]:
     """Times the engine's program with `run` microbatches and `layers` of the stage's layers.
 
-    Returns two windows: the whole step, and a middle microbatch (with fewer than 3 microbatches the
-    step again, of which then none is added)."""
+    Returns two windows: the whole step, and a middle microbatch; with fewer than 3 microbatches,
+    which have no middle, the step once more."""
     program = program_of(spec, chosen, run, stage, layers)
     if run >= 3:
         windows = [STEP, ("microbatch", run + 1)]

@@ -16,9 +16,9 @@ from .prediction import Prediction
 from .search import Plan
 
 SHOWN = 5
+"""Most kinds of time or memory in a line."""
 REASONS = 12
-"""Maximum kinds of time or memory in a line; maximum lines about configurations that were not
-chosen."""
+"""Most lines about configurations that were rejected."""
 
 
 def ddp_options(chosen: Configuration) -> Options:
@@ -38,7 +38,7 @@ def ddp_options(chosen: Configuration) -> Options:
 
 
 def model_options(spec: ModelSpec, chosen: Configuration) -> Options:
-    """Options of the model's config and the run."""
+    """Options of the model's config and of the run, such as the micro batch."""
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
     options |= parallel_options(spec, chosen.parallel)
     if chosen.parallel.recompute:
@@ -77,7 +77,7 @@ def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
 
 
 def plain(plan: Plan, top: int) -> dict[str, Any]:
-    """The plan as plain values."""
+    """The plan as plain values, with the best `top` configurations."""
     wanted = plan.wanted
     spec = wanted.spec
     machine = wanted.machine
@@ -136,7 +136,7 @@ def _row(one: Prediction) -> tuple[str, ...]:
 
 
 def render(plan: Plan, top: int) -> str:
-    """The plan as text."""
+    """The plan as text, with the best `top` configurations."""
     wanted = plan.wanted
     spec = wanted.spec
     machine = wanted.machine
@@ -181,5 +181,6 @@ def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
+    """The largest parts in a line, each multiplied by `factor`."""
     largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]
     return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)

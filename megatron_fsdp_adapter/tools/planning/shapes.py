@@ -38,18 +38,19 @@ residuals), in units of 2 (hidden + ffn / 3) bytes. From a trace of Llama-3 8B l
 FORWARD_KERNELS = 20
 BACKWARD_KERNELS = 36
 PERMUTED = 12.0
-"""Number of reads and writes of a token's hidden state per expert, for dispatch and combine, in one
-pass."""
+"""Number of reads and writes of a token's hidden state for dispatch and combine, for each of its
+experts, in forward and again in backward."""
 
 
 def waits_for_longer(spec: ModelSpec, parallel: Parallel, stage: int) -> float:
-    """Relative extra time of a stage beyond its layers: stages take turns, so each virtual stage
-    takes as long as the longest."""
+    """Time that a stage waits, relative to that of its layers. Stages take turns, so each virtual
+    stage takes as long as the longest."""
     longest = -(-(spec.num_layers - stage) // (parallel.pipeline * parallel.virtual))
     return parallel.virtual * longest / len(layers_of(spec, parallel, stage)) - 1
 
 
 def _order(unit: str) -> tuple[int, int]:
+    """The sort key of units in the order of computation; the output layer is last."""
     if is_layer(unit):
         return 1, number_of(unit)
     return {"embedding": (0, 0), ROOT: (2, 0)}.get(unit, (3, 0))
@@ -58,12 +59,12 @@ def _order(unit: str) -> tuple[int, int]:
 def units(spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
 
-    The weights of a rank's experts are one parameter with the same layout, which is faster to
-    plan."""
+    The weights of a rank's experts are joined into one parameter. Its layout is the same, and is
+    planned faster."""
     params: dict[str, list[tuple[str, Shape, str]]] = {}
     rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
-    for unit, fqn, full, domain in _joined(rows):
-        params.setdefault(unit, []).append((fqn, full, domain))
+    for unit, fqn, shape, domain in _with_joined_experts(rows):
+        params.setdefault(unit, []).append((fqn, shape, domain))
     tokens = microbatch * spec.tokens
     found = []
     head = "output_layer"
@@ -84,14 +85,14 @@ def units(spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0) 
     return found
 
 
-def _joined(rows: Sequence[Row]) -> Iterator[Row]:
-    """`rows` with a layer's experts' weights of one kind joined into one."""
-    seen: dict[str, list[Row]] = {}
+def _with_joined_experts(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, but one for the same weight of all experts of a layer."""
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
         _, fqn, _, domain = row
-        kind = fqn.rstrip("0123456789") if domain == EXPERT else fqn
-        seen.setdefault(kind, []).append(row)
-    for fqn, members in seen.items():
+        name = fqn.rstrip("0123456789") if domain == EXPERT else fqn
+        by_name.setdefault(name, []).append(row)
+    for fqn, members in by_name.items():
         unit, _, (first, *others), domain = members[0]
         yield unit, fqn, (len(members) * first, *others), domain
 
@@ -99,13 +100,13 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 def layer_work(
     spec: ModelSpec, parallel: Parallel, tokens: float, number: int
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...], float]:
-    """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
-    host."""
+    """A rank's work in forward and in backward of layer `number` for `tokens` tokens, and
+    microseconds of the host for its forward."""
     tensor = parallel.tensor
     hidden = spec.hidden_size
     moe = spec.is_moe(number)
     copies = 0  # of a token, for its experts
-    grouped = 0
+    grouped = 0  # elements of the experts' matrices that a token uses
     host = LAYER_HOST
     if moe:
         copies = spec.moe_router_topk
@@ -128,16 +129,16 @@ def layer_work(
         Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
         Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
     ]
-    own: list[Operation] = []
+    collectives: list[Operation] = []
     if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
         whole = tokens * hidden * BF16
         gathered = Work(Kind.ALL_GATHER, whole, group="tensor")
         reduced = Work(Kind.REDUCE_SCATTER, whole, group="tensor")
-        own += [gathered, reduced] * 2
-    if moe and parallel.expert > 1:
-        own += [Work(Kind.EXCHANGE, sent / tensor, group=EXPERTS)] * 2
-    forward += own
-    backward += own
+        collectives += [gathered, reduced] * 2
+    if moe and parallel.expert > 1:  # dispatch and combine
+        collectives += [Work(Kind.EXCHANGE, sent / tensor, group=EXPERTS)] * 2
+    forward += collectives
+    backward += collectives
     if parallel.recompute:
         backward = forward + backward
     return tuple(forward), tuple(backward), host
@@ -150,7 +151,7 @@ HEAD_PASSES = 62.0
 def head_work(
     spec: ModelSpec, parallel: Parallel, tokens: float
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Work of the output layer and the float32 loss."""
+    """A rank's work in forward and in backward of the output layer and the float32 loss."""
     logits = tokens * spec.embedding_rows / parallel.tensor
     products = 2 * logits * spec.hidden_size
     half = Work(Kind.MEMORY, HEAD_PASSES * logits / 2)
@@ -160,7 +161,7 @@ def head_work(
 
 
 def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
-    """Tokens of a microbatch on a rank between GEMMs."""
+    """Tokens of a microbatch that a rank has outside of GEMMs: sequence parallelism splits them."""
     return microbatch * spec.tokens / parallel.tensor
 
 
@@ -179,14 +180,15 @@ def layer_bytes(spec: ModelSpec, parallel: Parallel, microbatch: int, number: in
 def activation_bytes(
     spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1
 ) -> int:
-    """Bytes on one rank at the end of a forward: autograd's saved tensors of the stage's layers for
-    `in_flight` microbatches, with flash attention, and the logits in bf16 and float32."""
+    """Bytes of activations on a rank of the first stage at the end of a forward, with flash
+    attention: tensors that autograd saves in its layers for `in_flight` microbatches, and without a
+    pipeline the logits in bf16 and float32."""
     tokens = _tokens(spec, parallel, microbatch)
     layers = layers_of(spec, parallel, 0)
-    if parallel.recompute:
+    if parallel.recompute:  # inputs of all layers, and one layer whole
         total = tokens * BF16 * spec.hidden_size * len(layers) * in_flight
-        again = 4 * spec.hidden_size + 2 * spec.query + spec.key_value + 3 * spec.ffn
-        total += tokens * BF16 * again
+        recomputed = 4 * spec.hidden_size + 2 * spec.query + spec.key_value + 3 * spec.ffn
+        total += tokens * BF16 * recomputed
     else:
         total = sum(layer_bytes(spec, parallel, microbatch, n) for n in layers) * in_flight
     if parallel.pipeline == 1:

@@ -1,5 +1,7 @@
-"""Records a training step of the engine: real units, groups, slots and launches, on meta tensors,
-with modules that record their work."""
+"""Records a training step of the engine on meta tensors.
+
+Units, groups, slots and launches are the real ones. Modules record their work and compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +61,22 @@ OUTSIDE_GRAPH = ("optimizer", "norm", "sync")
 
 
 def _axis(name: str, group: Any) -> Axis:
+    """An axis of a domain, seen from its first rank."""
     return Axis(name, group, tuple(dist.get_process_group_ranks(group)), 0)
 
 
 def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
-    """A domain with the groups of the first rank in a fake world."""
+    """A domain of `inner` x `outer` ranks, with the groups of the first one in a fake world."""
     shard = _axis(SHARD_DIM, dist.new_group(list(range(inner))))
     axes = [shard]
-    others = None
+    outer_axis = None
     if outer > 1:
-        others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
-        axes = [others, shard]
+        outer_axis = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
+        axes = [outer_axis, shard]
     mesh = mesh_over(axes, "cpu")
     # A separate group distinguishes gathers from reductions.
     gather = dist.new_group(list(range(inner)))
-    return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
+    return ShardDomain(name, shard, gather, shard.group, mesh, scale, outer_axis)
 
 
 @contextmanager
@@ -92,9 +95,9 @@ def pretended_world(size: int) -> Iterator[None]:
 def _run_step(
     engine: FsdpEngine, model: nn.Module, runtime: TimedRuntime, count: int, warmup: int
 ) -> None:
-    """Runs a step of `count` microbatches like Megatron's training loop, with 1F1B order in a
-    pipeline."""
-    waiting: list[torch.Tensor] = []
+    """Runs a step of `count` microbatches like Megatron's training loop. After `warmup` forwards a
+    forward and a backward alternate, as in a pipeline."""
+    waiting: list[torch.Tensor] = []  # outputs whose backward has not run
 
     def forward() -> None:
         runtime.part = "forward"
@@ -115,13 +118,13 @@ def _run_step(
         torch.autograd.backward(waiting.pop(0).sum())
     runtime.part = "finish"
     engine.finish_grads()
-    _optimizer(engine, runtime)
+    _record_optimizer(engine, runtime)
     runtime.part = "sync"
     engine.main_weights_changed(stepped=True)
     engine.sync_weights(wait=False)
 
 
-def _optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
+def _record_optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
     """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
     their kernels do not support the meta device."""
     groups = (group for unit in engine.units for group in unit.groups)
@@ -141,9 +144,9 @@ def record_step(
 ) -> Program:
     """The program of `steps` steps of the engine. The first step learns the order of units.
 
-    units: in the order in which they compute, including the root's unit, named "root"; warmup:
-    forwards before the first backward, as in a pipeline stage; unit_numel: elements up to which
-    neighboring layers are grouped into a unit.
+    units: in order of computation, with the root's unit, named "root"; warmup: forwards before the
+    first backward, as in a pipeline stage; unit_numel: elements up to which neighboring layers are
+    grouped into a unit. Raises ValueError in a process that has a process group.
     """
     used = {domain for unit in units for _, _, domain in unit.params}
     shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
@@ -157,12 +160,12 @@ def record_step(
             for _ in range(steps):
                 _run_step(engine, model, runtime, microbatches, warmup)
         program = runtime.program
-        del model, engine
+        del model, engine  # before their process groups
     if not chosen.graph:
         return program
     operations = []
     for one in program.operations:
-        if one.part not in OUTSIDE_GRAPH:
+        if one.part not in OUTSIDE_GRAPH:  # the graph launches it
             one = replace(one, host=0.0)
         operations.append(one)
     return replace(program, operations=tuple(operations))
@@ -175,6 +178,7 @@ def _build(
     domains: Domains,
     unit_numel: int,
 ) -> tuple[nn.Module, FsdpEngine]:
+    """A model of the units, and an engine for it, as the wrapper would make it."""
     model = unit_model(units, runtime, DTYPE)
     of_domain: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
@@ -223,15 +227,15 @@ def _build(
 def _communicators(
     chosen: Configuration, runtime: TimedRuntime, domains: Domains
 ) -> Callable[[Any, torch.device], TimedCommunicator]:
-    """A function that makes the communicators of an engine: each group has its axis and channel."""
-    apart = chosen.separate_gathers or chosen.copies
+    """A function that makes the communicator of a group, with its axis and channel."""
+    separate = chosen.separate_gathers or chosen.copies
 
     def make(group: Any, device: torch.device) -> TimedCommunicator:
         for name, domain in domains.items():
             if domain.outer is not None and group is domain.outer.group:
                 return TimedCommunicator(group, runtime, f"{name} outer", f"{name} outer")
             if group is domain.gather_group:
-                channel = f"{name} gathers" if apart else name
+                channel = f"{name} gathers" if separate else name
                 return TimedCommunicator(group, runtime, name, channel, chosen.copies)
             if group is domain.reduce_group:
                 return TimedCommunicator(group, runtime, name, name, chosen.copies)

@@ -29,7 +29,8 @@ class UnitWork:
     Attributes:
         params: name, shape and domain of each parameter.
         forward, backward: work of one microbatch, recomputation included.
-        host: reference microseconds to launch the forward, and as long the backward.
+        host: reference microseconds to launch the forward; the backward takes as long.
+        backward_reads_weights: True if the engine must gather the weights for the backward.
     """
 
     name: str
@@ -49,13 +50,12 @@ class _Charged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, module: Any, *params: torch.Tensor) -> Any:
-        # Only shapes are kept, because backward may not access parameters of units that it does not
-        # read.
+        # Only shapes are kept: backward may not access weights that it does not read.
         ctx.module = module
         ctx.params = []
         for param in params:
-            write = getattr(param, "get_main_grad", None)
-            ctx.params.append((tuple(param.shape), param.dtype, write))
+            main_grad_of = getattr(param, "get_main_grad", None)
+            ctx.params.append((tuple(param.shape), param.dtype, main_grad_of))
         module.charge("forward")
         return value.view_as(value)
 
@@ -63,9 +63,9 @@ class _Charged(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.module.charge("backward")
         grads: list[torch.Tensor | None] = []
-        for shape, dtype, write in ctx.params:
-            if write is not None:
-                view = write()
+        for shape, dtype, main_grad_of in ctx.params:
+            if main_grad_of is not None:
+                view = main_grad_of()
                 # The GEMM writes into the bucket, in the bucket's dtype, not into a gradient of
                 # half the size.
                 ctx.module.runtime.write(Kind.MEMORY, view.nbytes, part="backward")
@@ -87,6 +87,7 @@ class UnitModule(nn.Module):
             self.register_parameter(flat_name(fqn), nn.Parameter(empty))
 
     def charge(self, part: str) -> None:
+        """Records the unit's work of a part of the step, "forward" or "backward"."""
         runtime = self.runtime
         unit = self.unit
         works = unit.forward if part == "forward" else unit.backward
@@ -107,10 +108,11 @@ class UnitModule(nn.Module):
 
 
 class LayerModule(UnitModule):
-    """A layer's module. Slots distinguish layers from other units by class."""
+    """A layer's module. Its class tells layers from other units, which have other slots."""
 
 
 def flat_name(fqn: str) -> str:
+    """A name without dots, which torch does not allow in the name of a parameter."""
     return fqn.replace(".", "__")
 
 

@@ -65,7 +65,8 @@ class TimedRuntime:
         self._host += microseconds
 
     def write(self, kind: Kind, amount: float, **given: Any) -> None:
-        """Records an operation on the current stream."""
+        """Records an operation on the current stream. given: further fields of `Operation`. No-op
+        without an amount."""
         if amount <= 0:
             return
         role = self._role
@@ -80,9 +81,9 @@ class TimedRuntime:
     def sum_rows(
         self, rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
     ) -> None:
-        """Times one pass in place of the kernel of `all_to_all_sum`."""
-        passes = 2 if accumulate else 1
-        self.write(Kind.MEMORY, rows.nbytes + output.nbytes * passes)
+        """Records one memory pass in place of the kernel of `all_to_all_sum`."""
+        accesses = 2 if accumulate else 1  # the output is read, too
+        self.write(Kind.MEMORY, rows.nbytes + output.nbytes * accesses)
 
     # The engine's interface.
 
@@ -134,7 +135,8 @@ class TimedRuntime:
     block = synchronize
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        """A result for launch comparison: a number and its complement, so that ranks agree."""
+        """A function that returns a result by which all ranks agree: the launch comparison reads a
+        number and its complement in each row."""
         return lambda: [[0, ~0]] * tensor.shape[0]
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -145,8 +147,8 @@ class TimedRuntime:
 
 
 class Watch(TorchDispatchMode):
-    """Records a memory pass for each operation of torch, inside the block, that moves many
-    bytes."""
+    """Records operations of torch inside the block: a memory pass for each that moves many bytes,
+    else the host's time to launch it."""
 
     def __init__(self, runtime: TimedRuntime) -> None:
         super().__init__()
@@ -165,8 +167,9 @@ class Watch(TorchDispatchMode):
 
 
 def _bytes_moved(name: str, args: Any, out: Any) -> int:
-    """Bytes read and written; overwritten tensors are not read."""
+    """Bytes that an operation reads and writes."""
     read = _bytes_of(args)
+    # Its arguments include the tensors that it overwrites, and does not read.
     if name.startswith(("fill", "zero", "foreach_zero", "copy", "foreach_copy")):
         return read
     written = out
@@ -190,14 +193,15 @@ KINDS = {
     "all_reduce_max": Kind.ALL_REDUCE,
     "all_to_all": Kind.EXCHANGE,
 }
-"""Kinds of collectives in a step."""
+"""Name of a collective -> its kind, for those of a step. Others are not recorded."""
 
 
 class TimedCommunicator(Communicator):
     """A `Communicator` that records its collectives.
 
-    channel: collectives of one channel are sequential, as in an NCCL communicator. copy_engine:
-    True if all-gathers and exchanges run on copy engines.
+    axis: name of its group in `configurations.groups`. channel: collectives of one channel are
+    sequential, as in an NCCL communicator. copy_engine: True if all-gathers and exchanges run on
+    copy engines.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ HOST = "waits for the host"
 
 
 NetworkGroups = Mapping[str, Group]
-"""The groups of collectives, by name."""
+"""Name of an axis -> its group."""
 
 Window = tuple[float, dict[str, float]]
 """Seconds of a part of a program, and seconds by purpose: parts of compute, "exposed <collective>",
@@ -53,7 +53,7 @@ class State:
 COMPUTES = (*PRODUCTS, Kind.ATTENTION)
 
 STEP = ("step", 1)
-"""The mark of the second step. The first step learns the order of units."""
+"""The window of the second step. The first step learns the order of units."""
 
 
 def time_windows(
@@ -62,8 +62,10 @@ def time_windows(
     groups: NetworkGroups,
     windows: Sequence[tuple[str, int]],
 ) -> list[Window]:
-    """Times windows of one run: name and number of the mark at which measuring begins; it ends at
-    the next mark of that name, or at the end. The first decides the slowdown by the power limit."""
+    """Times windows of one run of a program.
+
+    windows: name and number of the mark at which a window begins. It ends at the next mark of that
+    name, or at the program's end. The first window decides the slowdown by the power limit."""
     state, intervals = simulate(program, machine, groups)
     gpu = machine.gpu
     seconds, spent = _window(state, intervals, windows[0])
@@ -82,7 +84,8 @@ Interval = tuple[float, float, tuple[int, ...], bool]
 def simulate(
     program: Program, machine: Machine, groups: NetworkGroups
 ) -> tuple[State, list[Interval]]:
-    """Runs a program; returns the times of its operations, and what ran when."""
+    """Simulates a run of a program; returns the times of its operations, and its intervals, in
+    which the same operations run."""
     state = _prepare(program, machine, groups)
     intervals: list[Interval] = []
     now = 0.0
@@ -108,7 +111,7 @@ def simulate(
             if state.left[index] > 1e-12:
                 continue
             state.ends[index] = now
-            if program.operations[index].read:
+            if program.operations[index].read:  # the host has waited for it
                 _launch(state, index + 1, now, machine.host)
             del state.running[role]
             del state.left[index]
@@ -117,6 +120,7 @@ def simulate(
 
 
 def _prepare(program: Program, machine: Machine, groups: NetworkGroups) -> State:
+    """The state before the first operation runs."""
     alone: list[float] = []
     last: dict[str, int] = {}
     state = State(program, alone, [math.inf] * len(program.operations), [])
@@ -134,7 +138,8 @@ def _prepare(program: Program, machine: Machine, groups: NetworkGroups) -> State
 
 
 def _launch(state: State, begin: int, now: float, host: float) -> None:
-    """Sets launch times from `begin` up to the next operation whose result the host reads."""
+    """Sets launch times from operation `begin` up to the next whose result the host reads. host:
+    launch time relative to the reference host."""
     for index in range(begin, len(state.launched)):
         one = state.program.operations[index]
         now += one.host * 1e-6 * host
@@ -144,6 +149,7 @@ def _launch(state: State, begin: int, now: float, host: float) -> None:
 
 
 def _alone(one: Operation, machine: Machine, groups: NetworkGroups) -> float:
+    """Seconds of an operation without others beside it."""
     if one.kind in COLLECTIVES:
         group = groups[one.group]
         network = machine.network
@@ -175,6 +181,7 @@ def _is_launched(state: State, index: int, now: float) -> bool:
 
 
 def _begin_ready(state: State, now: float) -> None:
+    """Begins the next operation of each idle stream, if it is launched and not blocked."""
     for role, index in _waiting(state).items():
         if _is_launched(state, index, now) and not _blocked(state, index):
             state.queues[role].popleft()
@@ -198,35 +205,35 @@ def _waits_for_host(state: State, now: float) -> bool:
     return not _blocked(state, head)
 
 
-def _rates(state: State, cost: Machine) -> dict[int, float]:
-    """Index of a running operation -> its speed relative to running alone."""
+def _rates(state: State, machine: Machine) -> dict[int, float]:
+    """Number of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
     rates = {}
     for role, index in state.running.items():
         slowed = 1.0
         for beside, other in state.running.items():
             if beside != role:
-                slowed = max(slowed, _slowed(operations[index], operations[other], cost))
+                slowed = max(slowed, _slowdown(operations[index], operations[other], machine))
         rates[index] = 1.0 / slowed
     return rates
 
 
-def _slowed(one: Operation, other: Operation, cost: Machine) -> float:
-    """The slowdown factor of `one` beside `other`."""
+def _slowdown(one: Operation, other: Operation, machine: Machine) -> float:
+    """The factor by which `one` takes longer beside `other`."""
     computes = other.kind in COMPUTES
     if one.kind in COMPUTES:
         if other.kind not in COLLECTIVES:
-            return cost.product_beside_memory
-        return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
+            return machine.product_beside_memory
+        return machine.product_beside_copies if other.copy_engine else machine.product_beside_nccl
     if one.kind is Kind.MEMORY:
-        return cost.memory_beside_product if computes else cost.memory_beside_nccl
+        return machine.memory_beside_product if computes else machine.memory_beside_nccl
     if not computes:
         return 1.0
     if one.copy_engine:
         exchanges = one.kind is Kind.EXCHANGE
-        return cost.exchange_beside_product if exchanges else cost.copies_beside_product
+        return machine.exchange_beside_product if exchanges else machine.copies_beside_product
     gathers = one.kind is Kind.ALL_GATHER
-    return cost.gather_beside_product if gathers else cost.reduce_beside_product
+    return machine.gather_beside_product if gathers else machine.reduce_beside_product
 
 
 def _window(state: State, intervals: Sequence[Interval], window: tuple[str, int]) -> Window:
@@ -248,7 +255,7 @@ def _window(state: State, intervals: Sequence[Interval], window: tuple[str, int]
 
 
 def _passed(state: State, count: int) -> float:
-    """The end of the last compute operation before a mark."""
+    """The time at which the compute stream passes a mark that `count` operations precede."""
     operations = state.program.operations
     for index in range(count - 1, -1, -1):
         if operations[index].role == COMPUTE:
@@ -257,7 +264,8 @@ def _passed(state: State, count: int) -> float:
 
 
 def _purposes(operations: Sequence[Operation], running: tuple[int, ...], late: bool) -> list[str]:
-    """The purposes that an interval counts for: one, plus "products" if a GEMM runs."""
+    """The purposes that an interval counts for: one, and "products" besides if a GEMM runs. late:
+    True if compute waits for the host."""
     found = []
     compute = next((operations[i] for i in running if operations[i].role == COMPUTE), None)
     if compute is not None:
