@@ -21,8 +21,8 @@ _MODULES = (
 
 
 def _let_run_on_cpu() -> None:
-    """CPU mode for core's FSDP, as `enable_cpu_mode` for the rest of core: no-op streams, CPU
-    devices, and a CPU device mesh. Idempotent."""
+    """Gives core's FSDP what `enable_cpu_mode` gives the rest of core: no-op streams and CPU
+    devices; and a CPU device mesh. Idempotent."""
     from megatron_fsdp_adapter.launch.cpu_mode import CUDA_ANSWERS, make_view
     from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 

@@ -42,14 +42,18 @@ HOST_STEPS = 3
 
 @dataclass
 class Result:
-    """The measurements of one wrapper. `seconds` and `floor_seconds` are samples of the same
-    rounds; `error` is the reason if there are none. `steps` holds (loss of this rank, norm) of each
-    step. `memory`, on a GPU, is bytes of this wrapper alone, the largest of any rank: `held` in
-    tensors between two steps without gradients, `peak` and `reserved`, the maxima of the caching
-    allocator in tensors and from the device. `cpu_seconds` is processor time of one step, all
-    threads of the busiest rank: on a shared machine it varies less than wall-clock time. `host` is
-    seconds of the host in forward and backward, and in the optimizer, of one step. `trace` exists
-    on the first rank of a GPU run with --profile."""
+    """The measurements of one wrapper.
+
+    seconds, floor_seconds: of a step, samples of the same rounds of it and of its floor.
+    cpu_seconds: processor time of a step, all threads of the busiest rank; on a shared machine it
+    varies less than wall-clock time.
+    memory: on a GPU, bytes of this wrapper alone, the largest of any rank: `held` in tensors
+    between two steps, without gradients; `peak` in tensors and `reserved` from the device, the
+    maxima of the caching allocator.
+    host: on a GPU, seconds of the host in forward and backward, and in the optimizer, of a step.
+    steps: loss of this rank and gradient norm of each step.
+    trace: on the first rank of a GPU run with --profile.
+    error: the reason if there are no measurements."""
 
     subject: Subject
     seconds: list[float] = field(default_factory=list)
@@ -102,6 +106,7 @@ class Bench:
             for number, result in enumerate(results, start=1):
                 floor = result.subject.floor
                 beside = [floor] if floor in subjects and result.subject != floor else []
+                # Default arguments, because a closure would see the loop's later values.
                 self._attempt(result, lambda r=result, b=beside: self._alone(r, b))
                 free_memory(self.place.device)
                 self.note(results[:number])
@@ -129,7 +134,7 @@ class Bench:
         result.error = next((one for one in errors if one is not None), None)
 
     def _alone(self, result: Result, beside: Sequence[Subject]) -> None:
-        """Measures one wrapper with a separate floor."""
+        """Measures one wrapper. beside: its floor, in the same rounds, or nothing."""
         runner = self._probed(result)
         try:
             runners = [runner, *map(self._warm, beside)]
@@ -143,8 +148,8 @@ class Bench:
             runner.close()
 
     def _together(self, results: Sequence[Result]) -> None:
-        """Measures each wrapper alone, for its memory and to check that it runs; then all
-        together."""
+        """Measures the memory of each wrapper alone, which also shows if it runs; then the times of
+        those that run, together."""
         for result in results:
             self._attempt(result, lambda r=result: self._probed(r).close())
             free_memory(self.place.device)
@@ -172,10 +177,11 @@ class Bench:
             floor = build(one, options, self.place)
             for _ in self.pool:  # a second size of the experts' inputs compiles once more
                 self._step(floor)
-            del floor
+            del floor  # its memory is freed next
             free_memory(self.place.device)
 
     def _warm(self, subject: Subject) -> Runner:
+        """Builds a wrapper and runs its steps of warm-up."""
         runner = build(subject, self.options, self.place)
         for _ in range(self.given.warmup):
             self._step(runner)
@@ -216,6 +222,8 @@ class Bench:
         return columns
 
     def _block(self, runner: Runner) -> tuple[float, float]:
+        """Runs a block; returns seconds of wall-clock and of processor time per step, the largest
+        of any rank."""
         self._synchronize()
         started = time.perf_counter()
         cpu_started = time.process_time()
@@ -231,6 +239,7 @@ class Bench:
         runner.step(self.pool[len(runner.losses) % len(self.pool)])
 
     def _synchronize(self, barrier: bool = True) -> None:
+        """Waits for the device, and with `barrier` for the other ranks."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         if barrier:
@@ -238,7 +247,7 @@ class Bench:
             self._synchronize(barrier=False)
 
     def _finish(self, result: Result, runner: Runner) -> None:
-        """Reads the results after the timed steps."""
+        """Measures the host's times and the trace, after the timed steps, and reads the history."""
         on_gpu = self.place.device.type == "cuda"
         if on_gpu:
             with without_collections():
@@ -279,12 +288,14 @@ class Bench:
 
 
 def _take(result: Result, samples: Sequence[tuple[float, float]]) -> None:
+    """Sets the times of a result from its samples."""
     result.seconds = [clock for clock, _ in samples]
     result.cpu_seconds = [cpu for _, cpu in samples]
 
 
 def make_batches(options: Options, microbatches: int, place: Place) -> list[list[Batch]]:
-    """`BATCH_POOL` batches of random tokens: different on each rank, equal in each run."""
+    """`BATCH_POOL` batches of random tokens, each a list of microbatches. They differ between
+    data-parallel ranks, and are the same in each run."""
     generator = torch.Generator().manual_seed(options.seed + 7919 * place.data_parallel_rank)
     samples = options.micro_batch_size
     length = options.seq_length
@@ -292,7 +303,7 @@ def make_batches(options: Options, microbatches: int, place: Place) -> list[list
     tokens = vocabulary(options).vocab_size
     positions = torch.arange(length, device=device).expand(samples, -1)
 
-    def one() -> Batch:
+    def random_batch() -> Batch:
         text = torch.randint(0, tokens, (samples, length + 1), generator=generator).to(device)
         return {
             "tokens": text[:, :-1].contiguous(),
@@ -301,7 +312,7 @@ def make_batches(options: Options, microbatches: int, place: Place) -> list[list
             "position_ids": positions,
         }
 
-    return [[one() for _ in range(microbatches)] for _ in range(BATCH_POOL)]
+    return [[random_batch() for _ in range(microbatches)] for _ in range(BATCH_POOL)]
 
 
 def live_bytes(device: torch.device) -> int:
@@ -314,8 +325,8 @@ def live_bytes(device: torch.device) -> int:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Inside, Python collects no garbage, as with Megatron's `--manual-gc`. A full collection takes
-    tenths of a second, in which the other ranks may wait."""
+    """Runs a block without Python's garbage collection, as Megatron's `--manual-gc` does. A full
+    collection takes tenths of a second, in which the other ranks may wait."""
     gc.collect()
     gc.disable()
     try:

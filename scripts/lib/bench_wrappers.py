@@ -52,7 +52,8 @@ class Runner:
     norms: list[Any] = dataclasses.field(default_factory=list)
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Gradients of the microbatches; (2,): this rank's summed loss and number of tokens."""
+        """Computes gradients of the microbatches; returns a (2,) tensor: this rank's summed loss
+        and number of tokens."""
         self.zero()
         sums = self.schedule(
             forward_step_func=forward_step,
@@ -74,9 +75,10 @@ class Runner:
     def close(self) -> None:
         """Breaks reference cycles, so that the wrapper can be collected.
 
-        Core keeps configs of mixtures of experts, and the functions in them. Its DDP hooks autograd
-        nodes with functions that reference it, in cycles that Python's collector does not see. With
-        gradients written in place a reference remains, so DDP's buffers are emptied."""
+        Core keeps configs of mixtures of experts, and so the functions in them. Core's DDP puts
+        hooks on autograd nodes; these reference DDP, in cycles that Python's collector does not
+        see. If gradients are written in place, a reference remains in spite of this, so DDP's
+        buffers are emptied."""
         if self.subject.captures == STEP:
             forget_graphs()
         config = getattr(self.model, "config", None)
@@ -106,20 +108,20 @@ class Runner:
 
 
 def row_options(subject: Subject, options: Options, machine: Machine | None = None) -> Options:
-    """The options of one wrapper: the common ones, and those that select it. machine: default: that
-    of this process.
+    """The options of one wrapper: the common ones, changed by those that select it. machine:
+    default: that of this process.
 
     Raises ValueError for a wrapper that does not support the options.
     """
     ours = subject.is_ours
     is_ddp = subject.kind == "ddp"
-    on_shards = ours or subject.kind == "bundled"
-    trains = on_shards or is_ddp
+    is_fsdp = ours or subject.kind == "bundled"
+    uses_core_optimizer = is_fsdp or is_ddp
     common = {
-        "use_distributed_optimizer": trains,
-        "overlap_grad_reduce": trains,
-        "overlap_param_gather": trains,
-        "use_megatron_fsdp": on_shards,
+        "use_distributed_optimizer": uses_core_optimizer,
+        "overlap_grad_reduce": uses_core_optimizer,
+        "overlap_param_gather": uses_core_optimizer,
+        "use_megatron_fsdp": is_fsdp,
         # The floor and fully_shard have no main gradients to write into; the bundled engine writes
         # float32 ones with an operation that takes the compute dtype only.
         "gradient_accumulation_fusion": options.gradient_accumulation_fusion and (ours or is_ddp),
@@ -127,7 +129,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         "ddp_bucket_size": options.ddp_bucket_size if is_ddp else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers without token counts compute the same gradients with the latter.
-        "calculate_per_token_loss": options.calculate_per_token_loss and trains,
+        "calculate_per_token_loss": options.calculate_per_token_loss and uses_core_optimizer,
         "fsdp_unsharded_budget_gib": subject.budget,
         "ckpt_format": None,
         "data_parallel_sharding_strategy": subject.strategy or "optim_grads_params",
@@ -140,7 +142,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
 
 
 def build(subject: Subject, options: Options, place: Place) -> Runner:
-    """A wrapper around a new model, whose weights depend only on the seed."""
+    """A wrapper around a new model, whose initial weights depend only on the seed."""
     options = row_options(subject, options)
     torch.manual_seed(options.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(
@@ -198,12 +200,14 @@ def ask_for_one_graph(config: Any) -> None:
 
 
 def _floor(subject: Subject, options: Options, place: Place) -> Runner:
+    """The bare model, without an optimizer."""
     model = training.build_model(options, model_config(subject, options), place)
     model.train()
     return Runner(subject, options, model, lambda: model.zero_grad(set_to_none=True))
 
 
 def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -> Any:
+    """The model in megatron-core's own FSDP."""
     from lib.bench_bundled import bundled_wrapper
 
     ddp = training.ddp_config(options)
@@ -213,6 +217,7 @@ def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -
 
 
 def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
+    """Ours, core's DDP or core's own FSDP, with core's optimizer."""
     config = model_config(subject, options)
     module = training.build_model(options, config, place)
     wrap = _bundled_wrapper if subject.kind == "bundled" else training.wrap
@@ -267,7 +272,7 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
-    decay = {True: options.weight_decay, False: 0.0}
+    decay = {True: options.weight_decay, False: 0.0}  # of matrices, and of other parameters
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in params if (p.ndim > 1) is matrices], "weight_decay": value}

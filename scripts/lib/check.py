@@ -21,8 +21,8 @@ BYTE_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """The environment of the run: number of processes, CUDA, Transformer Engine, CUDA's queue
-    setting."""
+    """The environment of the run: number of processes, True for CUDA and for Transformer Engine,
+    and the value of CUDA_DEVICE_MAX_CONNECTIONS."""
 
     world_size: int
     cuda: bool
@@ -36,7 +36,7 @@ class Machine:
 
 
 def data_parallel_size(options: Options, machine: Machine) -> int:
-    """Number of data-parallel ranks; 0 if the sizes do not divide."""
+    """Number of data-parallel ranks; 0 if tensor parallelism does not divide the processes."""
     tensor = max(options.tensor_model_parallel_size, 1)
     if machine.world_size % tensor == 0:
         return machine.world_size // tensor
@@ -173,7 +173,9 @@ def _has_no_te(o: Options, m: Machine) -> bool:
 
 
 RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
-    # predicate of a problem, its text (o: options, m: machine, d: data-parallel ranks) Model
+    # Predicate of a problem, and its text. o: options; m: machine; d: data-parallel ranks; u: d x
+    # micro batch size, of which a global batch is a multiple.
+    # Model
     (
         lambda o, m: o.hidden_size % o.num_attention_heads != 0,
         "--hidden-size {o.hidden_size} is not a multiple of --num-attention-heads "
@@ -416,16 +418,17 @@ def _range_problems(options: Options) -> Iterator[str]:
 
 
 def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
-    """The prefixes of a --train-data-path, which may have weights between them."""
+    """The prefixes of a --train-data-path, without the weights that may precede each."""
     parts = blend or []
     if len(parts) % 2 == 1:
         return parts
-    have_weights = all(part.replace(".", "", 1).isdigit() for part in parts[::2])
-    return parts[1::2] if have_weights else parts
+    has_weights = all(part.replace(".", "", 1).isdigit() for part in parts[::2])
+    return parts[1::2] if has_weights else parts
 
 
 def missing_files(options: Options) -> list[str]:
-    """A line for each data file or checkpoint folder that does not exist."""
+    """A line for each data prefix without its files, and for a checkpoint folder to load that does
+    not exist. That of --save may not exist yet."""
     lines = []
     for name in ("train_data_path", "valid_data_path"):
         for prefix in _prefixes(getattr(options, name)):
@@ -445,7 +448,8 @@ def missing_files(options: Options) -> list[str]:
 
 
 def problems(options: Options, machine: Machine) -> list[str]:
-    """All problems of resolved options, as text with option, value and remedy."""
+    """The problems of resolved options, as text with option, value and remedy. If numbers are out
+    of range, only these."""
     found = list(_range_problems(options))
     if found:  # the rules below divide by these numbers
         return found

@@ -29,7 +29,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """True if this process prints and writes logs."""
+        """True for rank 0, which prints and writes logs."""
         return self.rank == 0
 
 
@@ -92,8 +92,8 @@ def use_deterministic_kernels() -> None:
 
 @contextlib.contextmanager
 def side_stream(place: Place) -> Iterator[None]:
-    """On a GPU, a side stream that is joined with the current one before and after, as in
-    Megatron's training script."""
+    """Runs a block on a side stream, as Megatron's training script does. The side stream waits for
+    the current one before, and the current one for it after. No-op on the CPU."""
     if place.device.type != "cuda":
         yield
         return

@@ -31,7 +31,8 @@ Batches = Iterator[dict[str, torch.Tensor]]
 def token_loss(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(summed loss, number of tokens, both of them detached as (2,) fp32) of one microbatch."""
+    """The loss of one microbatch for core's schedules: summed loss, number of tokens, and a (2,)
+    fp32 tensor of both, detached."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
@@ -41,8 +42,8 @@ def token_loss(
 def forward_step(
     data: Batches, model: Any, return_schedule_plan: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Runs one forward for core's schedules, or returns the model's plan of it, whose parts core
-    runs."""
+    """Runs one forward for core's schedules; returns the output, and the function of its loss. With
+    `return_schedule_plan` the output is the model's plan of the forward, whose parts core runs."""
     batch = next(data)
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -52,8 +53,8 @@ def forward_step(
 def run_schedule(
     trainee: Trainee, data: Batches, options: Options, forward_only: bool = False
 ) -> torch.Tensor:
-    """Runs forward (and backward) of one global batch; returns (2,) fp32: loss and tokens over all
-    ranks."""
+    """Runs forward (and backward) of one global batch; returns a (2,) fp32 tensor: summed loss and
+    number of tokens of all ranks."""
     sums = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data,
@@ -70,7 +71,8 @@ def run_schedule(
 
 
 def train_step(trainee: Trainee, data: Batches, options: Options) -> dict[str, Any]:
-    """The log of one optimizer step; loss is the mean over the global batch's tokens."""
+    """Runs one optimizer step; returns its log. The loss is the mean over all tokens.
+    Raises RuntimeError if loss or norm is not finite, unless the options allow that."""
     started = time.perf_counter()
     trainee.model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
@@ -109,8 +111,8 @@ def evaluate(trainee: Trainee, data: Batches, options: Options) -> float:
 
 
 def train(trainee: Trainee, options: Options, place: Place, progress: Progress) -> Progress:
-    """Trains from `progress` to --train-iters or --exit-interval. The last step is always logged,
-    evaluated and saved."""
+    """Trains from `progress` to --train-iters or --exit-interval; returns the new progress. The
+    last step is logged and, if asked for, saved; that of --train-iters is also evaluated."""
     training, validation = build_datasets(options)
     data = batches(training, progress.consumed_samples, options, place)
     valid_data = None
@@ -128,14 +130,14 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
             )
             log.write(iteration=done, consumed_samples=progress.consumed_samples, **step)
             seconds += step["seconds"]
-            last = done >= options.train_iters
-            stop = last or _divides(options.exit_interval, done)
+            is_last = done >= options.train_iters
+            stop = is_last or _divides(options.exit_interval, done)
             if stop or _divides(options.log_interval, done):
                 rate = (done - logged) * batch * options.seq_length / seconds
                 log.interval(done, rate, step, largest(peak_memory(place.device), place))
                 seconds = 0.0
                 logged = done
-            if valid_data is not None and (last or _divides(options.eval_interval, done)):
+            if valid_data is not None and (is_last or _divides(options.eval_interval, done)):
                 loss = evaluate(trainee, valid_data, options)
                 log.line(f"iteration {done} | validation loss {loss:.6f}")
                 log.write(iteration=done, validation_loss=loss)

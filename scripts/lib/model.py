@@ -41,8 +41,8 @@ from megatron_fsdp_adapter.tools.models.local_spec import local_block_spec
 
 @dataclass(frozen=True)
 class Trainee:
-    """The training objects: the wrapped model, its optimizer and schedule, and its number of
-    parameters."""
+    """The training objects: the wrapped model, its config, optimizer and schedule, and the number
+    of parameters on this rank before it was wrapped."""
 
     model: Any
     config: TransformerConfig
@@ -101,8 +101,8 @@ def layer_spec(config: TransformerConfig, options: Options) -> Any:
 
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
-    """A GPTModel on the device, or, as far as core allows, on the meta device; with bf16 inside
-    core's Float16Module."""
+    """A GPTModel on the device, or, as far as core allows, on the meta device. With bf16 it is
+    inside core's Float16Module."""
     on_meta = options.init_model_with_meta_device
     named = {**vars(options), "padded_vocab_size": padded_vocab_size(options)}
     with torch.device("meta") if on_meta else contextlib.nullcontext():
@@ -158,12 +158,12 @@ def wrap(
 
 
 def _muon_fields(options: Options) -> dict[str, Any]:
-    """Muon's config: the factor makes updates as large as Adam's, so that both use one learning
-    rate. With core's DDP it is core's Muon, which assigns whole matrices to ranks."""
+    """Fields of the optimizer config for Muon; none for another optimizer."""
     if options.optimizer != "muon":
         return {}
+    # Updates become as large as Adam's, so that both use one learning rate.
     fields: dict[str, Any] = {"muon_extra_scale_factor": 0.2}
-    if not options.use_megatron_fsdp:
+    if not options.use_megatron_fsdp:  # core's Muon, which assigns whole matrices to ranks
         fields["use_distributed_optimizer"] = False
         fields["use_layer_wise_distributed_optimizer"] = True
     return fields
@@ -182,7 +182,8 @@ def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimiz
 
 
 def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate by samples consumed. The command line overrides a checkpoint."""
+    """The schedule of the learning rate, by samples consumed. The command line overrides the values
+    of a checkpoint."""
     batch = options.global_batch_size
     assert batch is not None and options.lr_decay_iters is not None  # by check.resolve
     return OptimizerParamScheduler(

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: what a page of docs/ gets on the site, and a Git host shows without it."""
+"""Hooks of mkdocs.yml, which change a page of docs/ for the site. A Git host shows it unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLES = {
     "sketch": "with your own model",
     "transformers": "with transformers",
 }
-"""Titles of code blocks, by the mark behind their language, which tests read."""
+"""Mark behind the language of a code block -> title of the block. Tests read the marks, too."""
 FENCE = re.compile(r"^```(\w+)((?: [\w-]+)+)$", re.M)
 TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]+)\n(.*?)(?=^### |\Z)", re.M | re.S)
@@ -26,7 +26,7 @@ NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
 
 
 def titled(fence: re.Match[str]) -> str:
-    """The first line of a code block, with the titles of its marks in place of them."""
+    """The first line of a code block, with titles in place of its marks."""
     language = fence[1]
     title = ", ".join(TITLES[mark] for mark in fence[2].split() if mark in TITLES)
     if title:
@@ -35,7 +35,7 @@ def titled(fence: re.Match[str]) -> str:
 
 
 def tabbed(section: re.Match[str]) -> str:
-    """Content tabs, one for each heading of the third level."""
+    """A section as content tabs, one for each heading of the third level."""
     return TAB.sub(_tab, section[1])
 
 
@@ -45,7 +45,8 @@ def _tab(section: re.Match[str]) -> str:
 
 
 def nav_titles(nav: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """(file, title) of each page of mkdocs.yml's nav; below a section's section, with its name."""
+    """(file, title) of each page of mkdocs.yml's nav. A page of a section within a section has the
+    inner one's name before its title."""
     for one in nav:
         for title, below in one.items():
             if isinstance(below, str):
@@ -55,8 +56,10 @@ def nav_titles(nav: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> str:
-    """The page as the site's Markdown: links that are named as a file have the page's title, and
-    files of the repository outside of docs/, which the site lacks, are names without a link."""
+    """The page as the site's Markdown.
+
+    A link that is named as its file gets the page's title. A link to a file outside of docs/, which
+    the site does not have, becomes its text."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     titles = dict(nav_titles(config["nav"]))
@@ -72,10 +75,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> st
 
 
 def breakable(cell: re.Match[str]) -> str:
-    """A cell of a table whose names may break behind `_`, `/` and `::`: the table gets narrower."""
+    """A cell of a table, in which lines may break behind `_`, `/` and `::` of names, so that the
+    table is narrower."""
     return CODE.sub(lambda code: re.sub(r"(_|/|::)(?=\w)", r"\1<wbr>", code[0]), cell[0])
 
 
 def on_post_page(output: str, **unused: Any) -> str:
-    """The page as it is written."""
+    """The page's HTML, with names in tables that may break."""
     return CELL.sub(breakable, output)

@@ -1,4 +1,4 @@
-"""Runs the processes of a command, which end with the caller."""
+"""Runs a command in several processes, one for each rank. They end with the caller."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> str | None:
-    """Runs processes until they end, `GRACE_S` after one fails, or for `limit` seconds; returns
-    None or the error. All of them end with this process, even if it is killed. torchrun is not
-    used, because its workers outlive a killed launcher."""
+    """Runs a process for each rank; returns None, or the error as text.
+
+    They run until all have ended, one has failed `GRACE_S` seconds ago, or `limit` seconds are
+    over. All end with this process, even if it is killed; torchrun's workers would outlive it."""
     processes: list[subprocess.Popen[bytes]] = []
     log.parent.mkdir(parents=True, exist_ok=True)
     # Its port stays in use; a free port passed to rank 0 could be taken before it listens.
@@ -69,6 +70,7 @@ def _end_with_parent() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | None:
+    """Waits for the processes as `run_ranks` says; returns None, or the error."""
     end = time.monotonic() + limit
     failure = None
     while time.monotonic() < end:
@@ -84,7 +86,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | N
 
 
 def last_line(log: Path) -> str:
-    """The last nonempty line of a log, at most 200 characters."""
+    """The last line of a log, at most 200 characters, without empty lines, warnings, and lines that
+    begin with a bracket."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith(("warn", "["))]
     if not said:

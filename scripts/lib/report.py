@@ -25,18 +25,19 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Log:
-    """Writes logs by the options; on ranks other than the first every method is a no-op."""
+    """Writes the lines of the log and the log file. On ranks other than the first every method is a
+    no-op."""
 
     def __init__(self, options: Options, place: Place, start_iteration: int) -> None:
-        self._last = options.train_iters
-        self._on = place.first
+        self._steps = options.train_iters
+        self._writes = place.first
         self._file = None
-        if self._on and options.loss_log_file is not None:
+        if self._writes and options.loss_log_file is not None:
             self._file = _open_log(Path(options.loss_log_file), start_iteration)
 
     def line(self, text: str) -> None:
         """Writes a line of the log."""
-        if self._on:
+        if self._writes:
             print(text, flush=True)
 
     def write(self, **record: Any) -> None:
@@ -49,13 +50,13 @@ class Log:
     def interval(
         self, iteration: int, rate: float, step: Mapping[str, Any], peak_bytes: float
     ) -> None:
-        """Logs every --log-interval steps: tokens per second since the last line, the last step,
-        and the largest peak of any rank."""
+        """Logs the steps since the last such line. rate: tokens per second; step: the log of the
+        last step; peak_bytes: the largest peak of any rank."""
         norm = "skipped"
         if step["grad_norm"] is not None:
             norm = f"{step['grad_norm']:.4f}"
         self.line(
-            f"iteration {iteration}/{self._last} | loss {step['loss']:.6f} | grad norm {norm} | "
+            f"iteration {iteration}/{self._steps} | loss {step['loss']:.6f} | grad norm {norm} | "
             f"lr {step['learning_rate']:.3e} | {rate:,.0f} tokens/s | "
             f"peak memory {peak_bytes / 2**30:.2f} GiB"
         )
@@ -68,10 +69,8 @@ class Log:
 
 
 def _open_log(path: Path, start_iteration: int) -> Any:
-    """The log, with the lines up to `start_iteration` if there are any, opened at its end.
-
-    Later lines are of steps that a resumed run repeats.
-    """
+    """Opens the log file at its end. Of an earlier run it keeps the lines up to `start_iteration`:
+    a resumed run repeats the later steps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     if start_iteration > 0 and path.is_file():
