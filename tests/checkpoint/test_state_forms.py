@@ -17,8 +17,8 @@ from megatron_fsdp_adapter.checkpoint.fitting import fit
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows, join_parts, part_of
 from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
-    in_pieces,
-    joined,
+    join_halves,
+    split_halves,
     with_own_split,
 )
 from megatron_fsdp_adapter.state.model_state import checkpoint_form, chosen_form, module_form
@@ -157,15 +157,15 @@ def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) ->
     params = {"fc": SimpleNamespace(fsdp_layout_ref=ref)}
     own = {"fc": {"exp_avg": value}}
     halved = frozenset({"fc"})
-    cut = in_pieces(own, params, halved)
+    cut = split_halves(own, params, halved)
     assert list(cut) == ["fc_w", "fc_v"]
-    assert joined(cut, own, params, halved)["fc"]["exp_avg"] is value
+    assert join_halves(cut, own, params, halved)["fc"]["exp_avg"] is value
     del cut["fc_v"]
     with pytest.raises(ValueError, match=r"fc: one of \('_w', '_v'\) is missing"):
-        joined(cut, own, params, halved)
+        join_halves(cut, own, params, halved)
     plain = {"exp_avg": torch.zeros(4, 5)}
     with pytest.raises(ValueError, match="halves must be DTensors"):
-        joined({"fc_w": plain, "fc_v": plain}, own, params, halved)
+        join_halves({"fc_w": plain, "fc_v": plain}, own, params, halved)
 
 
 def test_a_load_keeps_how_this_run_splits_the_model() -> None:

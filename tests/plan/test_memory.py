@@ -27,6 +27,7 @@ from tests.lib.engine.engine_cases import buffers_of
 from tests.lib.gpt.estimates import estimated
 from tests.lib.gpt.gpt import (
     Case,
+    Trainer,
     batches,
     build_trainer,
     forward_backward,
@@ -133,6 +134,14 @@ def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     return left
 
 
+def storages_of(trainer: Trainer) -> dict[str, StorageWeakRef]:
+    """In a function of its own: a loop's variable would keep the last one."""
+    found = {}
+    for name, flat in buffers_of(trainer.wrapper.engine):
+        found[name] = StorageWeakRef(flat.untyped_storage())
+    return found
+
+
 @on_ranks(2, whole=True)
 def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage(rank: int) -> None:
     """What Megatron's training script puts into the config is taken away first: bound methods of
@@ -144,9 +153,7 @@ def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage(rank
         trainer = build_trainer(BASE, strategy, device)
         train_step(trainer, batches(BASE, 0, rank, device))
         forward_backward(trainer, batches(BASE, 1, rank, device))
-        storages = {}
-        for name, flat in buffers_of(trainer.wrapper.engine):
-            storages[name] = StorageWeakRef(flat.untyped_storage())
+        storages = storages_of(trainer)
         config = trainer.wrapper.config
         config.no_sync_func = None
         config.grad_scale_func = None

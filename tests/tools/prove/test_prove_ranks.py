@@ -120,7 +120,7 @@ def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
 ) -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would print elsewhere
     planned = functools.partial(run.ProofPlan, prepare=fault)
-    monkeypatch.setattr(cli, "run", SimpleNamespace(Plan=planned, prove=run.prove))
+    monkeypatch.setattr(cli, "run", SimpleNamespace(ProofPlan=planned, prove=run.prove))
     assert doctor.main(["--prove", "--ranks=2", "--timeout=30", *WORDS]) == 1
     lines = capfd.readouterr().err.splitlines()
     shown = [line for line in lines if says[0] in line]
