@@ -1,14 +1,15 @@
-"""Megatron-Bridge's conversion of a live model's weights from and to Hugging Face, when sharded.
+"""Megatron-Bridge's conversion of a live sharded model's weights from and to Hugging Face.
 
-Megatron-Bridge goes through a list of tasks, one for each parameter, and knows what a parameter
-under plain data parallelism is. Its methods are wrapped, so that it finds just that: modules show
-their ordinary parameters, and the tensor of a task is gathered over the data-parallel ranks when
-its turn comes, or takes over this rank's rows of what is written to it (`ModuleWeight`). No rank
-ever holds more of the model. Tensor, pipeline and expert parallelism stay Megatron-Bridge's.
+Megatron-Bridge goes through a list of tasks, one for each parameter, and expects the parameters of
+plain data parallelism. Its methods are wrapped so that it finds these. Modules show their ordinary
+parameters. In an export the tensor of a task is gathered over the data-parallel ranks when its turn
+comes; in a load the tensor takes over this rank's rows of what is written to it (`ModuleWeight`).
+A rank gathers only tensors of tasks that are under way. Megatron-Bridge itself handles tensor,
+pipeline and expert parallelism.
 
-From 0.6 on it has a path for DTensors of its own, which is not used: it takes every tensor with a
-DTensor beside it for whole over tensor-parallel ranks, on this pipeline stage alone, writes what
-has another shape, and does not see adapters. 0.3 has none.
+From 0.6 on it has its own path for DTensors. It is not used, because it assumes that every tensor
+with a DTensor is whole over tensor-parallel ranks and known on this pipeline stage only, writes
+tensors of other shapes, and does not see adapters.
 
 Nothing is imported: Megatron-Bridge is used if it is loaded.
 """
@@ -43,12 +44,13 @@ from megatron_fsdp_adapter.state.module_weights import (
 TASKS = "build_conversion_tasks"
 
 
-# In the place of methods of Megatron-Bridge (`compat/table.py`): from `_load` on.
+# `_load`, `_tasks`, `_stream`, `_adapters`, `_tied` and `_fp8_tasks` replace methods of
+# Megatron-Bridge (`compat/table.py`).
 
 
 def engines_of(models: Any) -> list[FsdpEngine]:
-    """The engines of what is sharded among `models`: a module or a list, wrapped or any part of
-    what was."""
+    """The engines of the sharded parameters in `models`: a module or a list of modules, wrapped or
+    parts of wrapped ones."""
     return engines_behind(param for model in _listed(models) for param in model.parameters())
 
 
@@ -66,8 +68,9 @@ def _innermost(model: nn.Module) -> nn.Module:
 def _bound(
     original: Original, args: Any, kwargs: Any
 ) -> tuple[inspect.BoundArguments, list[nn.Module], list[FsdpEngine]]:
-    """The arguments of a call of `original`, the models among them, and the engines of those that
-    are sharded. With such, wrappers around the models are taken off in the arguments."""
+    """The arguments of a call of `original`, the models among them, and the engines of sharded
+    models. If there are engines, the models in the arguments are replaced by those inside all
+    wrappers."""
     call = inspect.signature(original).bind(*args, **kwargs)
     models = _listed(call.arguments["megatron_model"])
     engines = engines_of(models)
@@ -77,8 +80,8 @@ def _bound(
 
 
 def _show_raw(engines: Iterable[FsdpEngine]) -> None:
-    """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices.
-    RuntimeError if the main weights' memory was released."""
+    """Makes modules hold their ordinary parameters, of which Megatron-Bridge reads shapes, dtypes
+    and devices. RuntimeError if the main weights' memory was released."""
     for engine in engines:
         check_here(engine.away, "converting weights", [MAIN_WEIGHTS])
         engine.to_unsharded()
@@ -86,7 +89,8 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
 
 @contextmanager
 def ordinary_parameters(engines: Iterable[FsdpEngine]) -> Iterator[None]:
-    """Inside, modules hold their ordinary parameters, which have no memory between steps."""
+    """A context in which modules hold their ordinary parameters. These have no memory between
+    steps."""
     sharded = [engine for engine in engines if not engine.switch.shows_unsharded]
     _show_raw(engines)
     try:
@@ -97,6 +101,7 @@ def ordinary_parameters(engines: Iterable[FsdpEngine]) -> Iterator[None]:
 
 
 def _load(original: Original, /, *args: Any, **kwargs: Any) -> Any:
+    """Loads weights from Hugging Face into the main weights; returns the models that were given."""
     call, models, engines = _bound(original, args, kwargs)
     if not engines:
         with values_follow(models):
@@ -104,7 +109,8 @@ def _load(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     bridge = args[0]
     instead: dict[str, Any] = {TASKS: functools.partial(_receiving, getattr(bridge, TASKS))}
     if hasattr(bridge, "export_weight_dtype"):
-        # Of "fp8" it keeps all that it has converted, for main weights that begin as that.
+        # For "fp8" it keeps all weights that it has converted, for main weights that begin with
+        # their values.
         instead["export_weight_dtype"] = "bf16"
     with _instead(bridge, instead):
         original(*call.args, **call.kwargs)
@@ -117,7 +123,8 @@ def _load(original: Original, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """The tasks of a load: what is copied into a tensor of one goes to this rank's rows."""
+    """The tasks of a load, with tensors that write to this rank's rows of the main weights.
+    build: Megatron-Bridge's function that makes the tasks."""
     tasks = build(*args, **kwargs)
     engines = engines_behind(_tensors(tasks))
     _show_raw(engines)
@@ -137,7 +144,7 @@ def _tensors(tasks: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `owner` itself has these attributes."""
+    """A context in which `owner` itself has these attributes."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -149,12 +156,14 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tasks(original: Original, /, *args: Any, **kwargs: Any) -> Any:
+    """The tasks, made while modules hold their ordinary parameters."""
     call, _, engines = _bound(original, args, kwargs)
     with ordinary_parameters(engines):
         return original(*call.args, **call.kwargs)
 
 
 def _stream(original: Original, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """The weights of an export, from tasks whose tensors are gathered one after the other."""
     call, _, engines = _bound(original, args, kwargs)
     given = call.arguments
     if not engines:
@@ -172,8 +181,8 @@ def _stream(original: Original, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 class _Gathered(Sequence[Any]):
-    """Tasks whose tensors are gathered over data-parallel ranks, one after the other, when they are
-    asked for: always the same ones on all ranks, in one order."""
+    """Tasks whose tensors are gathered over data-parallel ranks when a task is taken from the
+    sequence. To take one is collective: all ranks take the same tasks in the same order."""
 
     def __init__(self, tasks: Sequence[Any], engines: Sequence[FsdpEngine]) -> None:
         self.tasks = tasks
@@ -202,6 +211,7 @@ class _Gathered(Sequence[Any]):
 
 
 def _adapters(original: Original, bridge: Any, /, adapter_tasks: Iterable[Any]) -> Any:
+    """Makes the weights of adapters from tasks whose tensors were gathered."""
     parts = ("linear_in_task", "linear_out_task")
     tasks = list(adapter_tasks)
     engines = engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
@@ -222,7 +232,7 @@ def _adapters(original: Original, bridge: Any, /, adapter_tasks: Iterable[Any]) 
 
 
 def _tied(original: Original, /, *args: Any, **kwargs: Any) -> Any:
-    """The copies of a tied embedding that later pipeline stages have become that of the first."""
+    """Gives later pipeline stages' copies of a tied embedding the first stage's values."""
     call, _, engines = _bound(original, args, kwargs)
     if not engines:
         return original(*args, **kwargs)
@@ -238,6 +248,7 @@ def _tied(original: Original, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fp8_tasks(original: Original, /, *args: Any, **kwargs: Any) -> Any:
+    """RuntimeError for sharded models; Megatron-Bridge's result for others."""
     _, _, engines = _bound(original, args, kwargs)
     if engines:
         raise RuntimeError(

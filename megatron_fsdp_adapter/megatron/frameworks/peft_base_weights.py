@@ -1,12 +1,13 @@
-"""Weights of a checkpoint for a model that is not sharded yet: what adapters (LoRA) are put on.
+"""Loads a checkpoint's weights into a model that is not sharded yet, as a base of adapters (LoRA).
 
-Megatron-Bridge loads base weights before it adds adapters and wraps the model. For `fsdp_dtensor`
-it then asks the plain model for what only a sharded one has, and for `torch_dist` it reports that
-the run is of another format. Its function that reads a checkpoint is wrapped: for a model without
-shards it reads either format, under any split of the model, one weight at a time.
+Megatron-Bridge loads base weights before it adds adapters and wraps the model. It fails then: for
+`fsdp_dtensor` it asks the plain model for attributes of a sharded one, and for `torch_dist` it
+reports that the run has another format. So its function that reads a checkpoint is wrapped. For a
+model without shards the wrapped function reads either format, saved under any split of the model,
+one weight at a time.
 
-Every rank reads what its own model has, from the files that hold it, as Megatron-Bridge does when
-there is no wrapper. Nothing is imported: Megatron-Bridge is used if it is loaded.
+Every rank reads the weights of its own model, from the files that hold them, as Megatron-Bridge
+does without a wrapper. Nothing is imported: Megatron-Bridge is used if it is loaded.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ Split = tuple[int, int]
 WHOLE: Split = (0, 1)
 
 _Read = tuple[torch.Tensor, LazyTensor, tuple[Box, ...]]
-"""A tensor of a module, or its first rows, and the blocks of a stored one that it is, one below the
-other."""
+"""A tensor of a module, or its first rows; the stored tensor; and the blocks to read from it, which
+follow each other along dim 0."""
 
 
 def place_in(group: dist.ProcessGroup | None) -> Split:
-    """This rank's split in a process group; `WHOLE` without any."""
+    """This rank's split in a process group; `WHOLE` without a group."""
     return WHOLE if group is None else (group.rank(), group.size())
 
 
@@ -89,10 +90,17 @@ def load_plain(
     """Reads the weights and persistent buffers of `models` (this rank's chunks, without wrappers)
     from an `fsdp_dtensor` or `torch_dist` checkpoint, and returns its folder.
 
-    path: a root of checkpoints, or one of its folders; iteration: None for the newest; dense,
-    expert: how tensors of either kind are split; vocab_size: number of real tokens, beyond which
-    rows of tables are padding. Called by all ranks. Raises on each: FileNotFoundError if there is
-    none, ValueError that lists everything that does not fit, before anything is written.
+    All ranks call it.
+
+    Args:
+        path: a root of checkpoints, or one of its folders.
+        iteration: None for the newest.
+        dense, expert: how tensors of either kind are split.
+        vocab_size: number of tokens without padding; later rows of tables are padding.
+
+    Raises, on every rank:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: with everything that does not fit; nothing is written then.
     """
     with coordination() as ranks:
 
@@ -141,7 +149,7 @@ def _plan(
     expert: Split,
     vocab_size: int | None,
 ) -> Iterator[tuple[str, _Read | str]]:
-    """For each tensor of the model's state the read to make, or the problem with it."""
+    """Names of the model's tensors, each with the read to make, or the problem with it."""
     names = global_names(model)
     owners = dict(model.named_modules())
     for name, value in model.state_dict(keep_vars=True).items():
@@ -174,7 +182,7 @@ def _read(
         split = WHOLE
     elif names.is_interleaved(name):
         return "its tensor-parallel slices do not join into one tensor"
-    if stored.numel == 1 == value.numel():  # of no dimension in one of the two
+    if stored.numel == 1 == value.numel():  # one of the two may be a scalar
         origin = (0,) * len(stored.shape)
         return value, stored, ((origin, stored.shape),)
     own = tuple(value.shape)

@@ -1,9 +1,12 @@
-"""Calls by which verl and NeMo-RL move a model's memory to the host while another engine generates,
-and by which verl sends the rows that a rank has, for models that are sharded here.
+"""Replacements for functions of verl and NeMo-RL, for models that are sharded here.
 
-Their own code knows the buffers of Megatron's DDP and moves everything else tensor by tensor, which
-would leave flat buffers where they are and parameters detached from them. The rows of
-`compat/table.py` put these functions in the place of theirs; what is not ours is passed on.
+With some, both move a model's memory to the host while another engine generates. Their own code
+knows only the buffers of Megatron's DDP and moves everything else tensor by tensor: flat buffers
+would stay where they are, and parameters would be detached from them. With the others verl exports
+changed weights; here each rank exports its own rows.
+
+`compat/table.py` lists the functions that these replace. Models that are not ours go to the
+original.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .bridge_weights import engines_of, ordinary_parameters
 
 
 def offload_model(original: Original, models: Sequence[Any]) -> None:
-    """`release_memory` of model chunks; gradients are forgotten, as with DDP."""
+    """Releases the memory of model chunks (`release_memory`). Gradients are lost, as with DDP."""
     ours, others = _apart(models)
     if ours:
         release_memory(ours)
@@ -36,7 +39,7 @@ def offload_model(original: Original, models: Sequence[Any]) -> None:
 def load_model(
     original: Original, models: Sequence[Any], load_grad: bool = True, **options: Any
 ) -> None:
-    """`return_memory` of model chunks. load_grad: of buffers of gradients too."""
+    """Takes the memory of model chunks back (`return_memory`). load_grad: that of gradients too."""
     ours, others = _apart(models)
     if ours:
         kinds = [kind for kind in BUFFER_KINDS if load_grad or kind != GRADIENTS]
@@ -58,12 +61,12 @@ def offload_optimizer(original: Original, optimizer: Any) -> None:
 
 
 def load_optimizer(original: Original, optimizer: Any) -> None:
-    """Moves it back."""
+    """Moves the optimizer's state back to the device."""
     _of_ours("restore_from_cpu", original, optimizer)
 
 
 def move_optimizer(original: Original, worker: Any, device: str) -> None:
-    """NeMo-RL's call for both, to "cpu" or "cuda"."""
+    """Moves the optimizer's state to "cpu" or "cuda". NeMo-RL has one function for both."""
     move = offload_optimizer if device == "cpu" else load_optimizer
     move(lambda _: original(worker, device), worker.optimizer)
 
@@ -75,7 +78,8 @@ def _apart(models: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _of_ours(method: str, original: Original, optimizer: Any) -> None:
-    """Calls a method of each of core's optimizers that is over ours; `original` if none is."""
+    """Calls the method `method` of each of core's optimizers whose model chunks are ours; calls
+    `original` if there is none."""
     each = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     ours = [one for one in each if our_chunks(one)]
     for one in ours:
@@ -85,9 +89,9 @@ def _of_ours(method: str, original: Original, optimizer: Any) -> None:
 
 
 class RowsOfRank:
-    """This rank's rows of a weight, in the place of a parameter that verl exports.
+    """This rank's rows of a weight. It replaces a parameter that verl exports.
 
-    `shape` and `device` are those of the module's own parameter, `data` the rows of now.
+    `shape` and `device` are those of the module's own parameter. `data` has the present rows.
     """
 
     def __init__(self, weight: ModuleWeight) -> None:
@@ -100,7 +104,7 @@ class RowsOfRank:
         return self.weight.local.to(self.device, torch.bfloat16)
 
     def is_first_copy(self, is_expert: bool) -> bool:
-        """True if no rank before this one has the same rows."""
+        """True if no lower rank has the same rows."""
         pair = self.weight.pair
         group = pair.group
         domain = group.domain
@@ -114,8 +118,8 @@ class RowsOfRank:
 
 
 def export_index(original: Original, worker: Any) -> list[Any]:
-    """verl's records of what to export, with the rows that this rank has in the place of whole
-    parameters. Entries of all ranks are merged, each row from the first rank that has it."""
+    """verl's records of what to export, with this rank's rows in place of whole parameters. verl
+    merges the entries of all ranks; each row comes from the first rank that has it."""
     engines = engines_of(worker.module)
     if not engines or getattr(worker, "_delta_export_index", None) is not None:
         return original(worker)
@@ -137,7 +141,8 @@ def export_index(original: Original, worker: Any) -> list[Any]:
 
 
 def export_changes(original: Original, worker: Any, **options: Any) -> Any:
-    """verl's entries of what has changed since the last export, and None."""
+    """verl's entries for what has changed since the last export, and None. While the entries are
+    made, modules hold their ordinary parameters."""
     entries, more = original(worker, **options)
     engines = engines_of(worker.module)
     if not engines:
@@ -159,7 +164,8 @@ def export_entry(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> Any:
-    """verl's entry for changed elements, of which `indices` count from this rank's first row."""
+    """verl's entry for changed elements. `indices` count from the start of this rank's rows, and
+    are passed on as indices into the whole weight."""
     param = worker._delta_export_by_name[name].param
     start = param.weight.rows.start if isinstance(param, RowsOfRank) else 0
     return original(worker, name, spec, place, indices + start, values)

@@ -2,10 +2,10 @@
 
     FullyShardedDataParallel (W) -> ShardedModule (I) -> Float16Module -> GPTModel
 
-Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
-wrapper levels. Everything that happens to parameters is in the engine; `units.py` and `domains.py`
-decide which of them go where, `param_attributes.py` what Megatron reads on them; this file forwards
-its calls.
+There are two wrapper levels because Megatron's checkpoint code unwraps W but not I, and builds its
+keys on that depth. The engine does everything that happens to parameters. `units.py` and
+`domains.py` decide the unit and the domain of each parameter, and `param_attributes.py` sets what
+Megatron reads on it. This file forwards Megatron's calls.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         self.captures = FullIterationGraphs(self.engine)
         self._layers = layer_graphs(self.engine, module, config)
-        # As the training loop set it: what the strategy forces below, the loop does not see.
+        # Read before `force_options` below changes it: the loop acts on the value that it set.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
         text = force_options(given, self.engine, plan)
         self.module = ShardedModule(config, module, self.engine)
@@ -142,13 +142,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return output
 
     def _before_pass(self) -> None:
-        """A forward begins, by a call of this module or of parts of it."""
+        """Notes that a forward begins, by a call of this module or of parts of it."""
         self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
         self.captures.before_forward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside; see `GradSync.no_sync`."""
+        """A context for all microbatches but the last; see `GradSync.no_sync`."""
         self._wiring.on_no_sync()
         with super().no_sync():
             yield
@@ -156,9 +156,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Makes weights current for the next forward. With overlap only the first unit's gather
-        is launched; `force_sync` gathers all and orders the current stream behind it. Once there
-        is a graph of a training step nothing is: a graph gathers by itself."""
+        """Makes weights current for the next forward.
+
+        With overlap only the first unit's gather is launched. `force_sync` gathers all weights, and
+        the current stream waits for them. Once a training step is captured in a graph, only
+        `force_sync` has an effect: the graph itself gathers."""
         if self.captures.captured and not force_sync:
             return
         self.engine.sync_weights(wait=force_sync)
@@ -168,11 +170,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.engine.reduce_grads()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Completes all reductions and attaches `.grad`; parameters show their optimizer identity.
+        """Completes all reductions and attaches `.grad`; modules then hold the sharded parameters.
 
-        Core adds up a shared embedding's gradients over the stages in place, and puts the plain
-        local tensor where it found the DTensor: that may be `main_grad`, which takes anything,
-        but not `grad`.
+        A shared embedding's gradient is also put into `main_grad`. Core adds it up over the stages
+        in place, and replaces the DTensor that it found by the plain local tensor: `main_grad`
+        takes that, `grad` does not.
 
         Raises:
             ValueError: `force_all_reduce`, unless gradients are replicated anyway.
@@ -208,8 +210,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return self.engine.config.policy
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a
-        graph of a training step they stay, for a replay to overwrite."""
+        """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once a training
+        step is captured in a graph gradients stay: a replay overwrites them."""
         self._wiring.on_zero_grads()
         if self._layers is not None:
             self._layers.reset()
@@ -220,8 +222,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             param.main_grad = None  # type: ignore[attr-defined]
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Core's reinforcement learning calls it before generation: gradients are forgotten and
-        their buffers given back. Forwards without gradients work meanwhile."""
+        """Forgets gradients and gives their buffers back; forwards without gradients still work.
+        Core's reinforcement learning calls this before generation."""
         self.param_and_grad_buffer.offload_to_cpu(move_params=False)
         if empty_cache:
             trim(self.engine.runtime)
@@ -231,16 +233,16 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.param_and_grad_buffer.reload_from_cpu(move_params=False)
 
     def broadcast_params(self) -> None:
-        """Nothing to do: weights were broadcast from rank 0 of their data-parallel group before
-        they were sharded, which is the last moment at which that is possible."""
+        """Does nothing: weights were broadcast from rank 0 of their data-parallel group before they
+        were sharded. Afterwards that is no longer possible."""
 
     def synchronize_param_gather(self) -> None:
-        """No gather is pending and sharded parameters are shown after this."""
+        """Leaves no gather pending; afterwards modules hold the sharded parameters."""
         self.engine.to_sharded()
 
     def stop_communication(self) -> None:
-        """Nothing is in flight and sharded parameters are shown after this. Gradients that were
-        already consumed are not reduced again."""
+        """Waits for all communication; afterwards modules hold the sharded parameters. Gradients
+        that were already consumed are not reduced again."""
         self.engine.runtime.synchronize()
         self.engine.to_sharded()
 

@@ -1,4 +1,4 @@
-"""The line that a wrapper prints: what it does, and what it switched on by itself."""
+"""The line that a wrapper prints: how it shards the model, and which options it set by itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from .model_plan import ModelPlan
 def announcement(
     plan: ModelPlan, groups: list[ParamGroup], config: Any, forced: Mapping[str, Any]
 ) -> str:
-    """One line for `groups`, made by `plan`. `config` is the model's; forced: options that the
-    wrapper has set, and their values."""
+    """The line for a model with this plan.
+
+    groups: of the engine. config: of the model. forced: options that the wrapper has set, and their
+    values."""
     engine = plan.config
     numel = sum(group.layout.item_numel for group in groups)
     padding = sum(group.layout.total_numel for group in groups) - numel
@@ -48,7 +50,7 @@ def _dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
-    """The dtype that gradients are reduced in."""
+    """The dtype in which gradients are reduced, and those in which some are exchanged instead."""
     comm = str(plan.config.policy.comm_dtype)
     narrow = {
         str(group.bucket.tensor.dtype)
@@ -62,7 +64,7 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
 
 
 def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
-    """Lines about what is not sharded: domains of one rank, and units that a budget keeps."""
+    """Texts about what is not sharded: domains of one rank, and units that a budget keeps."""
     alone = {group.key.domain.split(",")[0] for group in groups if group.is_single_rank}
     if alone:
         yield f"unsharded on one rank: {', '.join(sorted(alone))} parameters"
@@ -77,8 +79,9 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
 
 
 def _quantized(groups: list[ParamGroup], config: Any) -> str:
-    """Text about the number and formats of this rank's quantized parameters. Printed also if there
-    are none though they were asked for: layers that are not Transformer Engine's make none."""
+    """Text about the number and formats of this rank's quantized parameters; empty if there are
+    none and none were asked for. If they were asked for, a number of 0 is printed: layers that are
+    not Transformer Engine's make no quantized parameters."""
     quantized = [group for group in groups if group.key.quantized]
     if not quantized and not is_on(config, FP8_PARAM):
         return ""

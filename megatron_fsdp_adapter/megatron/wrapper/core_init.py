@@ -1,8 +1,8 @@
 """Initialization of the modules of megatron-core that have no `reset_parameters`.
 
-Core's own linear layers and embeddings draw their weights in their constructors and keep nothing
-of how. The rows here draw the same numbers in the same way, by the functions of the config that the
-module was given, under core's tracker of random states.
+Core's own linear layers and embeddings draw their weights in their constructors, and cannot draw
+them again. The functions in `ROWS` draw the same numbers in the same way: by the functions of the
+config that the module was given, under core's tracker of random states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Params = Mapping[str, nn.Parameter]
 def _fill_split(
     config: Any, module: Any, was: Params, whole: tuple[int, int], dim: int, fill: Fill
 ) -> None:
-    """The weight of a layer that tensor parallelism splits along `dim` of the `whole` shape."""
+    """Initializes the weight of a layer that tensor parallelism splits along `dim` of the `whole`
+    shape. was: the module's former parameters, with their attributes."""
     weight = module.weight
     if not config.perform_initialization:
         weight.zero_()
@@ -75,8 +76,8 @@ def _vocabulary(config: Any, module: Any, was: Params) -> None:
 
 
 def _in_float32(config: Any, param: torch.Tensor, fill: Fill) -> None:
-    """Core draws these in float32 on the CPU, whatever the model's dtype and device, and rounds
-    them."""
+    """Initializes a parameter as core does: drawn in float32 on the CPU, whatever the model's dtype
+    and device, and then rounded."""
     drawn = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
     if config.perform_initialization:
         fill(drawn)
@@ -101,8 +102,8 @@ def _gate(config: Any, module: Any, was: Params) -> None:
 
 
 def _marked_whole(module: Any, was: Params) -> None:
-    """`reset_parameters` of a TELinear, and the mark that core's constructor puts on whole weights
-    after it. Those have `sequence_parallel` too, and no others have it then."""
+    """Initializes a TELinear by its `reset_parameters`, and then marks whole weights as core's
+    constructor does. At that time these are the parameters that have `sequence_parallel`."""
     module.reset_parameters()
     for name, param in module._parameters.items():
         if param is not None and hasattr(was[name], "sequence_parallel"):

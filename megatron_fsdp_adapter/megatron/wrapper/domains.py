@@ -37,16 +37,17 @@ def kind_of(param: nn.Parameter, fqn: str) -> str:
 
 
 def domain_name(param: nn.Parameter, fqn: str) -> str:
-    """The name of the domain that shards `param`: its kind, but for embeddings shared across
-    stages."""
+    """The name of the domain that shards `param`: `SHARED_EMBEDDING` for embeddings shared across
+    stages, else the parameter's kind."""
     if is_on(param, "shared_embedding"):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
 
 
 def whole_domains_of(config: Any) -> Callable[[str], bool]:
-    """A predicate of a domain's name: True if the domain may be kept whole, of a model with this
-    config: a graph of a layer writes a fresh bucket in every backward, and experts are in none."""
+    """A function of a domain's name, for a model with this config: True if the domain may be kept
+    whole. With graphs of layers only experts may: a graph writes a fresh bucket in every backward,
+    and experts are in no graph."""
     if captures_layers(config):
         return lambda name: name == EXPERT
     return lambda name: True
@@ -63,8 +64,8 @@ def grad_scale(config: Any, num_ranks: int) -> float:
 def read_index(
     module: nn.Module, config: Any, ddp_config: Any, device: torch.device, pg_collection: Any
 ) -> tuple[FSDPDistributedIndex | None, list[str]]:
-    """The index over the process groups, with those that the wrapper makes itself (collectively),
-    and what is wrong with them, or with `module` for them; None where no index can be made."""
+    """The index over the process groups, or None if it cannot be made; and problems with the
+    groups, or with `module` in them. Collective where the wrapper makes groups itself."""
     instances = ddp_config.num_distributed_optimizer_instances
     found: list[str] = []
     try:
@@ -93,6 +94,7 @@ def read_index(
 
 
 def _add_copy_engine_groups(groups: Groups, ddp_config: Any) -> None:
+    """Adds groups for communication by copy engines to `groups`. Collective."""
     for suffix in staging_options.copy_engine_roles(ddp_config):
         for role in GATHER_SOURCES:
             name = f"{role}_{suffix}"
@@ -110,7 +112,8 @@ def broadcast_left_alone(
     device: torch.device,
     manages: Callable[[str], bool],
 ) -> None:
-    """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
+    """Broadcasts the first rank's values of parameters that are not sharded, as was done with the
+    sharded ones. manages: True for the name of a sharded parameter."""
     for name, param in module.named_parameters():
         if manages(name):
             continue

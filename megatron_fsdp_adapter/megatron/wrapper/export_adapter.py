@@ -22,14 +22,15 @@ from .process_groups import group_named
 def export_source(
     module: nn.Module, engine: FsdpEngine, index: FSDPDistributedIndex, pg_collection: Any
 ) -> Source:
-    """The source of the module inside of both wrappers. pg_collection: the groups; None:
-    `parallel_state`'s. ValueError for layers that tensor parallelism splits in a way that cannot be
-    undone."""
+    """The source of an export of `module`, which is inside of both wrappers.
+
+    pg_collection: the process groups; None for those of `parallel_state`. ValueError for a layer
+    whose tensor-parallel parts cannot be joined."""
     names = global_names(module)
     experts = group_named(pg_collection, "ep")
     stages = group_named(pg_collection, "pp")
-    # The first one has the embedding, those behind it copies: of a tied output layer, of
-    # multi-token prediction.
+    # The first stage has the embedding. Later stages have copies of it, for a tied output layer or
+    # for multi-token prediction.
     is_later_stage = stages is not None and dist.get_rank(stages) > 0
 
     def described(fqn: str, param: Any) -> Described:

@@ -1,4 +1,4 @@
-"""A model chunk as Megatron-LM's scripts build it, out of options by Megatron's names."""
+"""Builds a model chunk as Megatron-LM's scripts do, from options with Megatron's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def gpt_model(
     stage: int | None = None,
     mtp: Any = None,
 ) -> Any:
-    """Core's GPTModel of this rank's pipeline stage (and virtual `stage`), with the attributes that
-    Megatron reads on parameters. layers, mtp: specs of its layers and of multi-token prediction."""
+    """Core's GPTModel for this rank's pipeline stage, with the attributes that Megatron reads on
+    parameters.
+
+    layers, mtp: specs of its layers and of multi-token prediction. stage: the virtual stage."""
     if config.gradient_accumulation_fusion:
         patches.install(FUSED_WGRAD)
     is_untied = options.get("untie_embeddings_and_output_weights")
@@ -48,7 +50,7 @@ def gpt_model(
 
 
 def in_compute_dtype(config: TransformerConfig, model: Any) -> Any:
-    """The model, in 16 bits inside of core's Float16Module."""
+    """The model itself, or inside of core's Float16Module if the config asks for 16 bits."""
     if config.bf16 or config.fp16:
         return Float16Module(config, model)
     return model

@@ -1,4 +1,5 @@
-"""The plan of a model, made before any parameter moves: units, layouts, strategy of each."""
+"""The plan of a model: its units, their layouts and strategies. It is made before any parameter
+moves."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class ModelPlan:
         units: with their groups and layouts, the root last. config: of the engine. domains: by
             name.
         classes: names of the classes that are units, sorted.
-        kept: which units stay unsharded over a step, for `budget` bytes; None: that is found
-            while training.
+        kept: the units that stay unsharded over a step, chosen for `budget` bytes.
+        budget: None if it is found while training; `kept` is then made for 0 bytes.
     """
 
     units: Sequence[UnitPlan]
@@ -42,15 +43,17 @@ class ModelPlan:
 
 
 def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
-    """The plan of a module, whose options have no problems. ValueError for a unit class that
-    matches nothing, or a module whose fused weight gradients cannot be used."""
+    """The plan of a module. The options were checked before (`problems.py`).
+
+    ValueError for a unit class that matches nothing, or a module whose fused weight gradients
+    cannot be used."""
     config = given.config
     ddp_config = given.ddp_config
     units = chosen_units(given.module, given.unit_classes, is_on(ddp_config, GATHER_PARTS))
     engine_config = ddp_options.engine_config(ddp_config)
     by_name = domains_of(index)
     plans = plan_units(given, units, engine_config)
-    # Named classes are the units: layers are not grouped.
+    # Layers are not grouped if the user names the classes that are units.
     layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
     engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))

@@ -1,8 +1,8 @@
-"""Checks whether the training loop around the wrapper knows it: a check in the first step.
+"""Checks in the first steps that the training loop recognizes the wrapper.
 
 Megatron-LM and Megatron-Bridge test the model with isinstance, against a class that they imported
-by name, and wire `config.no_sync_func` if it fits and `overlap_grad_reduce` is on. Where a name was
-not rebound the test fails without a word: every microbatch then counts as the last one.
+by name. If it is one and `overlap_grad_reduce` is on, they set `config.no_sync_func`. Where that
+name was not rebound the test fails silently: every microbatch then counts as the last one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 class NoSyncCheck:
-    """Looks at one wrapper's steps until one has shown that `no_sync` is used, or need not be.
+    """Watches one wrapper's steps until one of them shows that the loop uses `no_sync`.
 
-    expected: whether the loop must wire it: the wrapper was installed into Megatron, and the loop
-    was asked for `overlap_grad_reduce`.
+    expected: True if the loop must use it: the wrapper was installed into Megatron, and
+    `overlap_grad_reduce` was set. If False, nothing is checked.
     """
 
     def __init__(self, expected: bool) -> None:
-        self._pending = expected  # until one step has shown it
+        self._pending = expected  # True until `no_sync` is seen
         self._forwards = 0  # of this step
 
     def on_no_sync(self) -> None:
@@ -29,12 +29,12 @@ class NoSyncCheck:
         self._pending = False
 
     def on_zero_grads(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         self._forwards = 0
 
     def on_forward(self, config: Any, training: bool) -> None:
-        """Before a forward pass. RuntimeError at the second one of a step, if the loop
-        never called `no_sync`."""
+        """Notes a forward pass before it runs. RuntimeError at the second one of a step, if the
+        loop has not used `no_sync`."""
         if not self._pending or not training or not torch.is_grad_enabled():
             return
         if config.no_sync_func is not None:
@@ -53,8 +53,8 @@ class NoSyncCheck:
 
 
 def refusing(owner: type, original: Any) -> Callable[..., None]:
-    """A constructor of Megatron's class that is an error. What had kept the class would train on
-    with an engine whose helpers are no longer its own."""
+    """A constructor for Megatron's class that raises RuntimeError. Code that kept a reference to
+    the class would otherwise train with an engine whose helpers are replaced."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The attributes by which Megatron, and the checkpoints' code, know a parameter.
+"""The attributes that Megatron, and the checkpoint code, read on a parameter.
 
 Megatron sees the sharded parameter wherever it groups, clips, reduces or names parameters, so
 what it marked on the raw one has to be there too: `mark_shard` copies it. `allreduce` and
@@ -22,7 +22,7 @@ NO_SPLITS = SimpleNamespace(tp_dim=TP_DIM, get_submesh=make_fsdp_dtensor)
 
 
 def mark(pair: ParamPair, engine: FsdpEngine) -> None:
-    """Everything that Megatron reads on the two identities of a parameter of `engine`."""
+    """Sets what Megatron reads on a parameter of `engine`, sharded and unsharded."""
     raw = pair.unsharded
     param = pair.sharded
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
