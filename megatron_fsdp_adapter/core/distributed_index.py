@@ -30,11 +30,9 @@ class FSDPDistributedIndex:
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
         hsdp_outer_dp_shard: whether the outer axis splits the shards again.
 
-
-
     Raises:
-        ValueError: a gather group whose ranks or order differ from its shard group's; an outer
-            group that shares more than this rank with it; groups that make no mesh.
+        ValueError: a gather or reduce group has other ranks, or another order, than its shard
+            group; an outer group shares more than this rank with it; groups make no mesh.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class FSDPDistributedIndex:
         self.hybrid_fsdp_group = outer_fsdp_group
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
         self.tp_group = tp_group
-        # By kind of parameter, over which tensors are split before they are sharded.
+        # By kind of parameter, the group over which tensors are split before they are sharded.
         self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
         # By kind, all ranks with the same parameters; None where that is the shard group.
         self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}

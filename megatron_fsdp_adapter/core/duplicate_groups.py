@@ -1,8 +1,9 @@
 """Second process groups with the ranks of existing ones.
 
-Making a group is collective over the default group. torch can make one among its members alone, but
-its name has a number that each member counts by itself (the groups that it is in, or from torch
-2.15 on those that it helped to make): members with different counts wait for each other forever.
+Making a group is collective over the default group. Torch can make one among its members alone. But
+the name of such a group has a number that each member counts by itself: its groups, or from torch
+2.15 on the groups that it helped to make. Members with different counts wait for each other for
+ever.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ MemberRanks = tuple[int, ...]
 def duplicate_group(
     group: dist.ProcessGroup | None, name: str, options: Any = None
 ) -> dist.ProcessGroup | None:
-    """A new group with the ranks of `group`, or None for None; collective over the default group.
-    `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
+    """A new group with the ranks of `group`, or None for None. Collective over the default group.
+
+    options: of the backend. Raises ValueError if the ranks' groups overlap, or do not have all of
+    their members (`everyones_groups`)."""
     mine: MemberRanks = ()
     if group is not None:
         mine = tuple(dist.get_process_group_ranks(group))
@@ -28,7 +31,7 @@ def duplicate_group(
 
 
 def duplicate_ranks(mine: MemberRanks, name: str, options: Any = None) -> dist.ProcessGroup | None:
-    """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""
+    """A new group of the ranks `mine`, or None for no ranks. Collective over the default group."""
     made = {}
     for ranks in everyones_groups(name, mine):
         made[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name.upper())
@@ -36,10 +39,13 @@ def duplicate_ranks(mine: MemberRanks, name: str, options: Any = None) -> dist.P
 
 
 def everyones_groups(attribute: str, mine: MemberRanks) -> list[MemberRanks]:
-    """The groups of all ranks, from each rank's own, `mine` (() without one); collective.
+    """The groups of all ranks, from each rank's own, `mine` (() without one). Collective.
 
-    Ranks exchange digests: those with equal ones are in one group. Lists of ranks, on every rank as
-    many numbers as the square of the world, are exchanged for the error, if digests do not fit.
+    Ranks exchange digests: those with equal ones are in one group. Only if digests do not fit are
+    lists of ranks exchanged, for the error: they take numbers with the square of the world.
+
+    Raises:
+        ValueError: a rank has a group that it is not in, or that another member does not have.
     """
     world = dist.get_world_size()
     digest = digest_of(mine)
@@ -67,7 +73,8 @@ def digest_of(ranks: MemberRanks) -> str:
 
 
 def _check_members(attribute: str, everyone: Sequence[MemberRanks]) -> None:
-    """`everyone[r]` are the ranks of rank r's group, () without one."""
+    """Raises ValueError if the ranks have different groups. everyone: by rank, the ranks of its
+    group, () without one."""
     for rank, ranks in enumerate(everyone):
         if ranks and rank not in ranks:
             raise ValueError(f"{attribute}: rank {rank} has a group of ranks {list(ranks)}")

@@ -1,8 +1,8 @@
-"""Over which ranks parameters are sharded, gathered and reduced: axes of process groups.
+"""The ranks over which parameters are sharded, gathered and reduced: axes of process groups.
 
 The engine gets a domain with each parameter group and knows nothing else about process groups. All
-is derived from those that exist. Computing ranks from sizes was rejected: it has to repeat
-the order in which the groups were made, and is wrong for another `order` string, a rank offset, or
+is derived from groups that exist. Computing ranks from sizes was rejected: that has to repeat the
+order in which the groups were made, and is wrong for another `order` string, a rank offset, or
 groups that were made by hand.
 """
 
@@ -49,11 +49,13 @@ class Axis:
 class ShardDomain:
     """The ranks over which parameters of one kind are sharded, gathered and reduced.
 
-    `axis` holds the shards; `gather_group` and `reduce_group` have its ranks in its order and may
-    be separate communicators, so that a gather never queues behind a reduction. `outer` is a
-    second data-parallel axis, across which shards are replicated or split again; None without
-    one. `grad_scale` multiplies the sum of the ranks' gradients, once. `mesh` is the device mesh
-    of sharded parameters: (outer,) shard axis(, tensor-parallel axis).
+    axis: its ranks hold the shards.
+    gather_group, reduce_group: have the ranks of `axis` in the same order. They may be separate
+        communicators, so that a gather never queues behind a reduction.
+    mesh: the device mesh of sharded parameters: (outer,) shard axis(, tensor-parallel axis).
+    grad_scale: multiplies the sum of the ranks' gradients, once.
+    outer: a second data-parallel axis, across which shards are replicated or split again; None
+        without one.
     """
 
     name: str
@@ -93,11 +95,11 @@ Domains = Mapping[str, ShardDomain]
 
 
 def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
-    """A device mesh over existing groups, outermost axis first. No group is created and nothing
-    is communicated: ranks of a mesh are a sum of one term an axis, as in every order that
-    megatron-core can make, so the rows through this rank determine the rest.
+    """A device mesh over existing groups, outermost axis first.
 
-    Raises ValueError when that does not give every rank a place of its own.
+    No group is created and nothing is communicated. In every order that megatron-core can make, a
+    rank is a sum with one term for each axis: so the groups of this rank determine all others.
+    Raises ValueError if that does not give every rank a place of its own.
     """
     names = tuple(axis.name for axis in axes)
     first = axes[0]

@@ -58,9 +58,9 @@ def tile(whole: Box, blocks: Iterable[Box]) -> bool:
 def _signed_corners(block: Box) -> Iterator[tuple[tuple[int, ...], int]]:
     """Each corner of a block, and 1 or -1: a step along one dimension changes the sign."""
     offsets, sizes = block
-    ends = [((at, 1), (at + n, -1)) for at, n in zip(offsets, sizes, strict=True)]
+    ends = [((start, 1), (start + n, -1)) for start, n in zip(offsets, sizes, strict=True)]
     for corner in itertools.product(*ends):
-        place = tuple(at for at, _ in corner)
+        place = tuple(coordinate for coordinate, _ in corner)
         yield place, math.prod(sign for _, sign in corner)
 
 
@@ -68,9 +68,10 @@ def _signed_corners(block: Box) -> Iterator[tuple[tuple[int, ...], int]]:
 class LayoutRef:
     """The piece of a group layout that a sharded parameter is.
 
-    layout: the group's layout; index: the parameter's number in it; rank: the shard number of this
-    process; tp_offset: origin of this process's tensor-parallel slice in the whole tensor, one
-    number per dimension (None: zeros).
+    layout: the group's layout. index: the parameter's number in it.
+    rank: the shard number of this process.
+    tp_offset: origin of this process's tensor-parallel slice in the whole tensor, one number per
+        dimension (None: zeros).
     """
 
     layout: GroupLayout
@@ -96,9 +97,8 @@ class LayoutRef:
     def chunks(self) -> tuple[Box, ...]:
         """The blocks (offsets, sizes) of the whole tensor that this process holds, in flat order.
 
-        One block of rows for whole-row granules, at most 2d-1 blocks for d dimensions otherwise,
-        none for an empty shard. Without an exchange: every rank knows which rank writes which
-        block.
+        There is one block of rows if granules are whole rows, none for an empty shard, and else at
+        most 2d-1 blocks for d dimensions. Nothing is exchanged for that.
         """
         boxes = flat_range_to_boxes(self.held, self.shape)
         origin = self.origin
@@ -111,7 +111,7 @@ def lacks_chunks(value: Any) -> bool:
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
-    """A DTensor over `local` with the geometry and chunks of `source` and the dtype of `local`.
+    """A DTensor over `local`, in its dtype, that lies as `source` does and has its chunks.
 
     For optimizer state and gradients. Raises ValueError if `local` has another shape than the
     local tensor of `source`, or if `source` has no chunks.
@@ -134,9 +134,9 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
 def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
     """`local` as a plain tensor that torch DCP saves as it would save `source`.
 
-    local: any device, shape of the local tensor of `source`; its storage is shared. For copies on a
-    device other than the mesh's, where a DTensor is impossible. The result cannot be loaded into.
-    Raises ValueError if `source` is sharded and has no chunks.
+    For copies on another device than the mesh's, where a DTensor is impossible. `local` has the
+    shape of the local tensor of `source`; it is returned itself, with attributes that DCP reads.
+    Nothing can be loaded into it. Raises ValueError if `source` is sharded and has no chunks.
     """
     shape = source.shape
     if chunks_of(source) is None and is_replicated(source):

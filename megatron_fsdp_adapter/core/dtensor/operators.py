@@ -21,18 +21,17 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 class OperatorKind(enum.Enum):
-    """The needs of an operator: nothing, the same rows of all its tensors, or whole tensors; VIEW:
-    it gives views; NEW: it needs nothing and gives tensors that torch splits."""
+    """The needs of an operator."""
 
-    LOCAL = "local"
-    NEW = "new"
-    ELEMENTWISE = "elementwise"
-    VIEW = "view"
-    WHOLE = "whole"
+    LOCAL = "local"  # nothing: torch's rule holds
+    NEW = "new"  # nothing; its results are split by torch
+    ELEMENTWISE = "elementwise"  # the same rows of all its tensors
+    VIEW = "view"  # it gives views: see `view`
+    WHOLE = "whole"  # whole tensors
 
 
 ROWS = "rows of"
-"""Begins the cut of what has the rows of a tensor of another shape."""
+"""Begins the cut (`Chunks.cut`) of a tensor that has the rows of a tensor of another shape."""
 
 _LOCAL = {
     "detach", "alias", "lift_fresh", "is_pinned", "_foreach_norm", "_pin_memory", "record_stream",
@@ -85,7 +84,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_cut(value: Any) -> bool:
-    """True if `value` is a DTensor that knows its chunks, of which other ranks have some."""
+    """True if `value` is a DTensor that knows its chunks and is sharded over several ranks."""
     if getattr(value, "chunks", None) is None:
         return False
     for size, placement in zip(value.device_mesh.shape, value._spec.placements, strict=True):
@@ -108,7 +107,8 @@ def _rows(value: Any) -> tuple[int, int] | None:
 
 
 def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
-    """A DTensor over `local` with the rows of `value`, and shape and strides of `seen`."""
+    """A DTensor over `local` with the rows of `value`. Its global shape and strides are those of
+    `seen`, which has no values."""
     chunks = value.chunks
     if seen.shape != value.shape:
         boxes = []
@@ -126,8 +126,8 @@ def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
 
 
 def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | None:
-    """`args` of an elementwise operator, whose tensors have the same rows then. Collective where
-    they have not. None if that cannot be, or an argument that is written has others."""
+    """`args` of an elementwise operator, made to have the same rows. None if that is impossible, or
+    if an argument that is written would have to change. Collective if any has to change."""
     if any(isinstance(one, DTensor) and one.dim() for one in kwargs.values()):  # `out`
         return None
     written = {number for number, _ in _written(func)}
@@ -135,7 +135,7 @@ def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | No
     if not lists:
         found = _with_rows(args, written)
         return tuple(found) if found is not None and _has_result(found) else None
-    written_lists = {at for at, number in enumerate(lists) if number in written}
+    written_lists = {place for place, number in enumerate(lists) if number in written}
     rows = []
     for operands in zip(*[args[number] for number in lists], strict=True):
         rows.append(_with_rows(operands, written_lists))
@@ -194,8 +194,8 @@ def _fits(first: Any, one: Any) -> bool:
 
 
 def same_rows(one: Any, other: Any) -> bool:
-    """True if chunks of tensors of one shape are alike on all ranks. Where what they were cut by is
-    unknown, as of loaded optimizer state, this rank's stand for all."""
+    """True if chunks of tensors of one shape are alike on all ranks. If the cut of either is
+    unknown, as that of loaded optimizer state is, this rank's blocks stand for all."""
     if one is other or one is None or other is None:
         return one is other
     if one.cut is None or other.cut is None:
@@ -204,8 +204,8 @@ def same_rows(one: Any, other: Any) -> bool:
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result of an operator that gives views of a DTensor: views of its rows if each row of the
-    result is in the same row of the DTensor, else `windows`."""
+    """The result of an operator that gives views of a DTensor, its first argument. These are views
+    of its rows if each row of the result lies in the same row of it. Else see `windows`."""
     source = args[0]
     stride = source._spec.tensor_meta.stride
     whole = torch.empty_strided(source.shape, stride, dtype=source.dtype, device="meta")
@@ -248,9 +248,11 @@ def replicated(value: Any) -> Any:
 
 
 def windows(cls: Any, result: Any, window: tuple[Any, Any]) -> Any:
-    """The DTensors of `result`, as ones of class `cls` that have `window`: the DTensor that they
-    are to be views of, and a copy of it on every rank, of which they are. The copy is made again
-    before they are used, and written back when they have been written."""
+    """`result` with each DTensor as one of class `cls` that has this `window`.
+
+    A window is a pair: the DTensor that the results stand for views of, and a copy of it on every
+    rank, which they really are views of. The copy is made again before they are used (`refresh`),
+    and written back after they were written (`write_back`)."""
 
     def made(value: DTensor) -> Any:
         found = cls(value._local_tensor, value._spec, requires_grad=False)
@@ -262,15 +264,14 @@ def windows(cls: Any, result: Any, window: tuple[Any, Any]) -> Any:
 
 
 def refresh(values: Sequence[Any]) -> None:
-    """Makes the copies behind those of `values` that have a window equal to their sources.
-    Collective if there are any."""
+    """Makes the copy in each window of `values` equal to its source. Collective if there is one."""
     found = {id(value.window): value.window for value in values if value.window}
     for source, copied in found.values():
         copied._local_tensor.copy_(source.full_tensor())
 
 
 def write_back(func: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """Writes what an operator has written to values with a window to the rows of the sources."""
+    """Copies to the sources what an operator has written to values with a window."""
     for value in _values_written(func, args, kwargs):
         window = getattr(value, "window", None)
         if window:
@@ -287,7 +288,7 @@ def _values_written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[Any
 
 
 def by_whole(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result of an operator on whole tensors; its writes are made in the rows. Collective."""
+    """The result of an operator on whole tensors. Its writes go back into the rows. Collective."""
     wholes: dict[int, Any] = {}
 
     def whole(value: Any) -> Any:

@@ -26,11 +26,12 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     """Piece `number` of `count` of a parameter, or of a value of its geometry such as a moment.
 
     Dim 0 of the parameter's tensor-parallel slice is cut into `count` equal pieces. Piece i of the
-    whole is the concatenation of the pieces i of all tensor-parallel ranks. ref: the parameter's
-    place. Raises ValueError if dim 0 is no multiple of `count`.
+    whole is the concatenation of the pieces i of all tensor-parallel ranks. With one piece that is
+    `value` itself. ref: the parameter's place. Raises ValueError if dim 0 is no multiple of
+    `count`, or if `value` has no chunks and `count` is 1.
     """
     if count == 1:
-        own_chunks(value)
+        own_chunks(value)  # only for its ValueError
         return value
     rows, *rest = ref.shape
     if rows % count:
@@ -39,7 +40,7 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     numel = math.prod(piece)
     start = number * numel
     common = ref.held.intersect(FlatRange(start, start + numel))
-    # An empty intersection has no position; an empty piece begins at the start.
+    # An empty intersection has no position: the empty view then begins at 0.
     first = 0
     boxes: tuple[Box, ...] = ()
     if not common.empty:
@@ -85,8 +86,8 @@ def _row_major(value: DTensor, local: torch.Tensor, shape: Shape, chunks: Chunks
 
 
 def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> DTensor:
-    """A value of `target`'s geometry joined from `parts`; `target` itself, without a copy, if they
-    are views of it. Raises ValueError if a part has another local shape than its place."""
+    """A value that lies as `target` does, joined from all its `parts`. It is `target` itself if the
+    parts are views of that. Raises ValueError if a part has another local shape than its place."""
     are_views = True
     for number, given in enumerate(parts):
         mine = part_of(target, ref, number, len(parts))
@@ -112,8 +113,11 @@ def same_storage(a: DTensor, b: DTensor) -> bool:
 
 
 def _tensor_parallel_place(ref: LayoutRef, whole: Sequence[int], piece: Shape) -> Box:
-    """The shape of the whole piece, of a parameter of shape `whole`, and the offset of this rank's
-    piece in it. Each rank's piece is the same fraction of its slice of the parameter."""
+    """The place of this rank's piece in the piece of all tensor-parallel ranks: the shape of that
+    one, and the offset in it.
+
+    whole: shape of the whole parameter; piece: shape of this rank's piece of its slice. A piece is
+    the same fraction of the slice on every rank."""
     shape = []
     offset = []
     for total, own, start, size in zip(whole, ref.shape, ref.origin, piece, strict=True):

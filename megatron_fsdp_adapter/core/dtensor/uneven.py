@@ -1,4 +1,4 @@
-"""DTensors whose shards are cut wherever a flat buffer is, and which know it.
+"""DTensors whose shards are cut wherever a flat buffer is cut, and which know their place.
 
 torch takes `Shard(0)` for an even split. Ours is uneven, so a DTensor over our rows states a place
 that is not true, and whatever goes by that (`full_tensor`, `redistribute`, full state dicts, torch
@@ -53,8 +53,8 @@ class Chunks:
     """The blocks (offsets, sizes) of a whole tensor that a rank has, in the order of the elements
     of its local tensor; none if that is empty.
 
-    cut: what the blocks of *every* rank follow from, a value to be compared: tensors of one shape
-    with equal cuts lie alike on all ranks. None: only this rank's blocks are known.
+    cut: a value from which the blocks of *every* rank follow. Tensors of one shape with equal cuts
+    lie alike on all ranks. None: only this rank's blocks are known.
     """
 
     boxes: tuple[Box, ...]
@@ -94,8 +94,8 @@ class Chunks:
         return items
 
     def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-        """The part of `local` that torch DCP means by `index`, a view. ValueError if it is not
-        here."""
+        """A view of the part of `local` that torch DCP means by `index`. Raises ValueError if this
+        rank has no such part."""
         for (offsets, _), part in self._parts(local):
             if index.offset is None or torch.Size(offsets) == index.offset:
                 return part
@@ -158,16 +158,16 @@ class OwnRows(Shard):
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()` and
-    `clone()`, and whatever works element by element if torch asks a subclass of DTensor at all what
-    its operators give (2.13 does, 2.11 does not). `chunks` is None until it is set.
+    """A DTensor that knows its chunks. `chunks` is None until it is set.
 
-    What it gives as a whole (`full_tensor`, `redistribute`) carries no gradient back.
+    `detach()` and `clone()` hand them on. So do operators that work element by element, if torch
+    asks a subclass of DTensor for the results of operators (2.13 does, 2.11 does not). Whole
+    tensors (`full_tensor`, `redistribute`) carry no gradient back.
     """
 
     chunks: Chunks | None
     window: Any = None
-    """The source of a view that has no rows of its own, and a copy (`operators.windows`)."""
+    """For a view that has no rows of its own: its source, and a copy (`operators.windows`)."""
 
     @staticmethod
     def over(
@@ -267,8 +267,8 @@ class UnevenDTensor(DTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Torch's placements, but for the last axis that cuts rows, which is `OwnRows`; axes before
-        it cut nothing for torch's arithmetic."""
+        """Torch's placements, but `OwnRows` for axes that cut rows. The last of those has this
+        rank's rows; the others have all, so that torch's arithmetic cuts nothing there."""
         placements = list(self._spec.placements)
         chunks = self.chunks
         if chunks is None or len(chunks.boxes) > 1:
@@ -297,10 +297,10 @@ class UnevenDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A DTensor over the same mesh with torch's own, even `placements`, which are true. By the
-        whole tensor, which every rank has meanwhile; collective.
+        """A DTensor over the same mesh with torch's own, even `placements`. Collective. Every rank
+        has the whole tensor meanwhile.
 
-        ValueError for another mesh or without placements.
+        Raises ValueError for another mesh, or without placements.
         """
         mesh = self.device_mesh
         if device_mesh is not None and device_mesh != mesh:
@@ -368,14 +368,14 @@ _NORMS = frozenset({torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._f
 
 
 def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
-    """The norm that a rank without elements contributes to one of `_NORMS`: what changes none of
-    the others'. None where torch has one of its own, 0: for a finite norm above 0. It refuses the
-    rest, on that rank alone, while the others wait for it. (torch 2.11 asks no subclass and goes on
-    refusing them. A `__torch_function__` would be asked there, and would be in the way of every
-    read of `.grad`.)
+    """The norm that a rank without elements contributes to one of `_NORMS`, so that it changes
+    nothing. None if torch itself has one: 0, for finite orders from 0 on, and for norms along dims.
 
-    args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
-    dims, which is left to torch, those.
+    Torch refuses other orders on such a rank, while the others wait for it. (Torch 2.11 asks no
+    subclass and goes on refusing. It would ask a `__torch_function__`, but that would be in the way
+    of every read of `.grad`.)
+
+    args: of the operator: tensors, the order of the norm (2 if not given), and dims if given.
     """
     along_dims = len(args) > 2 and args[2] is not None
     if along_dims:
@@ -393,7 +393,7 @@ def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
 
 
 def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
-    """The tensor that pickle restores. The cut is of the layouts of the process that wrote it."""
+    """The tensor that pickle restores. It has no cut: that was of layouts of another process."""
     plain = DTensor(local, spec, requires_grad=False)
     if boxes is None:
         return with_chunks(plain, None)

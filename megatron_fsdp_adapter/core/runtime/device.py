@@ -70,8 +70,8 @@ class Runtime(Protocol):
     def launch(
         self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
     ) -> None:
-        """Like `submit` of `collective` and `tasks`. The collective needs no result of work that was
-        submitted before it: on the host it starts now, and not when that work is waited for."""
+        """Like `submit` of `collective` and `tasks`. The collective needs no result of work that
+        was submitted before it: on the host it starts now, and not when that work is waited for."""
         self.submit(role, collective, *tasks)
 
     def record(self, role: str) -> Any:
