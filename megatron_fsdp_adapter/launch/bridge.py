@@ -36,7 +36,8 @@ def apply_fsdp_overrides(
     grad_comm_dtype: torch.dtype | None = None,
     environment: MutableMapping[str, str] | None = None,
 ) -> list[Change]:
-    """Sets the options that `FullyShardedDataParallel` needs in a recipe, checks it and installs.
+    """Sets the options that `FullyShardedDataParallel` needs in a recipe, checks the recipe, and
+    installs the wrapper.
 
     Call it on the finished config, after all other overrides and before `pretrain(cfg, ...)`. It
     prints the changes and their reasons on rank 0.
@@ -53,10 +54,12 @@ def apply_fsdp_overrides(
         environment: the environment in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if unset; by
             default the process's.
 
-    Returns: the changes.
+    Returns:
+        The changes.
 
     Raises:
-        ValueError: one message with all problems that it cannot fix itself.
+        ValueError: one message with all problems that remain after the changes. The recipe is
+            changed already then.
     """
     if environment is None:
         environment = os.environ
@@ -66,14 +69,14 @@ def apply_fsdp_overrides(
         INSTANCES: num_optimizer_instances,
         GRAD_COMM: grad_comm_dtype,
     }
-    wanted = []
+    wanted = []  # what the caller asks for goes first: other settings follow from it
     for option, value in asked.items():
         if value is not None:
             wanted.append(Setting("ddp", option, value, "set by the caller", (RECIPE,)))
     changes = settle(RECIPE, sections_of(cfg), wanted)
     precision = getattr(cfg, "mixed_precision", None)
     if isinstance(precision, str) and is_narrow(cfg.ddp):
-        # A name has no fields to change, so use the config of that name.
+        # A name has no fields to change, so the config of that name takes its place.
         module = importlib.import_module("megatron.bridge.training.mixed_precision")
         cfg.mixed_precision = module.get_mixed_precision_config(precision)
     changes += settle(RECIPE, sections_of(cfg))
@@ -87,12 +90,12 @@ def apply_fsdp_overrides(
 
 
 def _install(cfg: Any) -> None:
-    """Installs the wrapper for a recipe."""
+    """Installs the wrapper for a recipe, after the recipe is checked."""
     from .installation import install  # imports Megatron; checking a recipe does not
 
     if type(cfg).__module__.startswith("megatron.bridge."):
-        # Base weights of adapters are loaded before the wrapper is constructed, so import the
-        # loader now.
+        # Base weights of adapters are loaded before the wrapper is constructed. So their loader is
+        # imported now, for `install` to rebind names in it.
         importlib.import_module("megatron.bridge.training.checkpointing")
     install()
 

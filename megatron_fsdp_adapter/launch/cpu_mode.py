@@ -112,7 +112,8 @@ FACTORIES = (
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with CUDA devices replaced by the CPU and without pin_memory, which needs a GPU."""
+    """`factory`, but on the CPU where a CUDA device is given, and without `pin_memory`, which needs
+    a GPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -136,7 +137,8 @@ def make_view() -> ModuleView:
 # The tables (megatron-core 0.16.1 to 0.19)
 
 _VIEW_ROWS = (
-    # module, the names that it uses in some release Parallel state and utilities
+    # A row: module, the names that it uses in some release.
+    # Parallel state and utilities
     ("parallel_state", "current_device synchronize"),
     ("utils", "cuda Event current_device nvtx pin_memory synchronize"),
     ("timers", "current_device synchronize"),
@@ -217,14 +219,15 @@ VIEWS = tuple(
 
 
 def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Replaces a method of tensors for callers whose module is inside ``package`` only.
-
-    ``answer(original, tensor, *args, **kwargs)`` returns the value for those callers.
+    """A function for `Patch` that makes a replacement of a tensor's method. For callers in
+    ``package`` the replacement returns ``answer(original, tensor, *args, **kwargs)``; all others
+    get the original.
     """
 
     def make(owner: Any, original: Any) -> Any:
         @functools.wraps(original)
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The frame that calls this method, so no function may stand between.
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if caller == package or caller.startswith(package + "."):
                 return answer(original, tensor, *args, **kwargs)
@@ -236,6 +239,7 @@ def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, 
 
 
 def _type_as_on_cuda(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.type` with the answer of a CUDA tensor: 'torch.cuda.FloatTensor', for example."""
     name = original(tensor, *args, **kwargs)
     if not isinstance(name, str):
         # Only the query `tensor.type()` returns a string; a conversion returns a tensor.
@@ -296,16 +300,16 @@ PATCHES = (*VIEWS, *FUNCTIONS)
 
 
 def _is_of_one_generator(record: logging.LogRecord) -> bool:
-    """False for core's warning that the CPU generator changed inside a CUDA RNG context. In this
-    mode both are one generator, so it always changes."""
+    """A filter of log records: False, to drop it, for core's warning that the CPU generator changed
+    inside a CUDA RNG context. In this mode both are one generator, so it always changes."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def enable_cpu_mode() -> None:
     """Makes megatron-core usable on a CPU, for this process. A second call does nothing.
 
-    Raises RuntimeError if CUDA is available, and if the installed core lacks a required name of the
-    tables.
+    Raises:
+        RuntimeError: CUDA is available, or the installed core lacks a required name of the tables.
     """
     if torch.cuda.is_available():
         raise RuntimeError(

@@ -51,13 +51,16 @@ def was_given(flag: str, argv: Sequence[str]) -> bool:
 
 
 def complete(args: Any, argv: Sequence[str]) -> list[Change]:
-    """Sets the missing arguments that follow from `--use-megatron-fsdp`."""
+    """Sets the arguments that follow from `--use-megatron-fsdp`; returns the changes. Flags in
+    `argv` keep their values, unless they have no meaning here."""
+    # All of Megatron-LM's arguments are in one object, which stands for each config.
     sections = dict.fromkeys(("ddp", "optimizer", "checkpoint", "run"), args)
     return settle(RUNNER, sections, is_written=lambda flag: was_given(flag, argv))
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
-    """Sets unset environment variables that CUDA reads at initialization."""
+    """Sets `CUDA_DEVICE_MAX_CONNECTIONS` if it is unset; returns the change. CUDA reads it when it
+    is initialized, so call this before."""
     if CONNECTIONS in environment:
         return []
     environment[CONNECTIONS] = "8"
@@ -78,18 +81,18 @@ def hook_arguments(
     Raises:
         RuntimeError: this Megatron-LM lacks a name that is hooked.
     """
-    reported: list[bool] = []
+    reported: list[bool] = []  # not empty after the first report
 
     def add(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
         if was_given(FSDP_FLAG, argv):
-            # argparse's first prints the usage of hundreds of arguments.
+            # The `error` of argparse first prints the usage of hundreds of arguments.
             parser.error = lambda message: refuse(f"{parser.prog}: {message}")  # type: ignore[method-assign]
         return add_missing_flags(original(parser))
 
     def parse(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         args = original(*positional, **named)
         if getattr(args, "use_megatron_fsdp", False):
-            # Megatron-LM parses several times; only the first prints.
+            # Megatron-LM parses several times; only the first time the changes are printed.
             finish(args, argv, environment_changes, finds_gpu(), silent=reported)
             reported.append(True)
             on_fsdp()
@@ -109,11 +112,12 @@ def hook_arguments(
 
 
 def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
-    """Megatron-LM's validation of arguments, run with optimizer="adam" for optimizers of
-    `EMERGING`.
+    """Runs Megatron-LM's validation of arguments, with optimizer="adam" in the place of one of
+    `EMERGING`; returns what that returns.
 
-    It asserts that optimizers other than Adam and SGD have no sharded weights and use another
-    format of checkpoints, which is not true here."""
+    The validation asserts that with other optimizers than Adam and SGD weights are not sharded, and
+    that checkpoints have another format. Neither holds here.
+    """
     asked = args.optimizer
     if asked not in EMERGING or not getattr(args, "use_megatron_fsdp", False):
         return original(args, *positional, **named)
@@ -133,8 +137,8 @@ def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def finds_gpu() -> bool:
-    """False if `megatron.training.arguments`, which queries the GPU's capability, would find no
-    GPU."""
+    """True if `megatron.training.arguments`, which must be imported already, would find a GPU by
+    its name `torch`. It queries the GPU's capability."""
     seen = getattr(sys.modules[ARGUMENTS], "torch", None)
     if seen is None:
         return True
@@ -162,8 +166,9 @@ def finish(
     has_gpu: bool = True,
     silent: object = False,
 ) -> None:
-    """Completes parsed arguments and prints the changes on rank 0. If there are problems, or no
-    GPU, ends the process with status 2 and one message instead of a traceback."""
+    """Completes parsed arguments and prints the changes on rank 0, unless `silent` is truthy. If
+    there are problems, or no GPU, ends the process with status 2 and one message instead of a
+    traceback."""
     changes = [*complete(args, argv), *environment_changes]
     # GPU capabilities are checked after the rank has chosen its GPU, because the query initializes
     # CUDA.
@@ -179,9 +184,9 @@ def finish(
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the process with status 2, after rank 0 has printed `message` and written it for
-    torchrun's final report. torchrun ends all ranks when one ends, so other ranks wait for rank
-    0."""
+    """Ends the process with status 2. Rank 0 first prints `message` and writes it for torchrun's
+    final report. Other ranks wait before they end, because torchrun ends all ranks, rank 0 too,
+    when one ends."""
     if is_first_rank():
         print(message, file=sys.stderr, flush=True)
         report = os.environ.get(REPORT)

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     _put_on_path(folder)
     sys.argv = list(argv)
     file = str(script.absolute())
-    # First, because imported modules may read `__main__`.
+    # Before `prepare` imports anything, because imported modules may read `__main__`.
     main = _become_main(file)
     prepare(folder, argv[1:])
     with io.open_code(file) as source:
@@ -49,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _put_on_path(folder: Path) -> None:
-    """Makes the path that of `python script.py`: the script's folder first, without the current
-    folder that `python -m` adds. With -P the path is not changed.
+    """Makes `sys.path` that of `python script.py`: it begins with the script's folder, without the
+    current folder that `python -m` adds. With -P the path is not changed.
 
     Call it before any import of megatron: `megatron` has no __init__, so a checkout's and an
     installed megatron.core would mix.
@@ -62,16 +62,17 @@ def _put_on_path(folder: Path) -> None:
         current = os.getcwd()
         if sys.path[:1] == [current]:
             del sys.path[0]
-            # A spawned worker gets this path, and may have to import the package.
+            # A spawned worker gets this path and may have to import the package. If only the
+            # current folder has the package, that goes to the end.
             if not any(finder.find_spec(_PACKAGE, None) for finder in sys.meta_path):
                 sys.path.append(current)
     sys.path.insert(0, str(folder))
 
 
 def _become_main(script: str) -> ModuleType:
-    """Replaces this package's `__main__` by a module for a script, and returns it. It stays in
-    `sys.modules`, as Python's does: threads, atexit functions and pickle look up the script's names
-    after its last line."""
+    """Replaces this package's `__main__` by a module for a script, and returns it. The module stays
+    in `sys.modules` after the script's last line, like Python's own: threads, atexit functions and
+    pickle look up names in it."""
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", script)
     vars(module).update(__file__=script, __loader__=loader, __cached__=None, __builtins__=builtins)
@@ -83,12 +84,15 @@ def _become_main(script: str) -> ModuleType:
 
 
 def prepare(folder: Path, argv: Sequence[str]) -> None:
-    """Hooks Megatron-LM's arguments, if Megatron-LM is available. Installs at once for a script on
-    megatron-core or Megatron-Bridge, which does not parse them.
+    """Hooks Megatron-LM's arguments, if Megatron-LM is available: then parsing them installs, if
+    the flag is set. Installs at once for a script on megatron-core or Megatron-Bridge, which does
+    not parse them.
 
     From 0.19 on megatron-core's wheel contains Megatron-LM's modules, so any script can import
-    them. A script without these modules in its folder and without the flag is installed at once; if
-    it then parses Megatron-LM's arguments, the installation is undone."""
+    them. Therefore a script without these modules in its folder and without the flag is taken for
+    one of the second kind. If it does parse Megatron-LM's arguments, without the flag, the
+    installation is undone.
+    """
     from . import megatron_lm
 
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
@@ -108,11 +112,12 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
 
 
 def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line with the Megatron-LM that `script` uses, plus the missing flags,
-    without completing it. Puts the script's folder on the path.
+    """The arguments `argv`, parsed with the Megatron-LM that `script` uses plus the missing flags,
+    and not completed. Puts the script's folder on the path.
 
-    Raises ValueError if there is no such script, no Megatron-LM beside it or on the path, or an
-    unknown argument.
+    Raises:
+        ValueError: there is no such script, no Megatron-LM beside it or on the path, or an argument
+            is wrong.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
@@ -138,6 +143,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _megatron_arguments() -> ModuleType | None:
+    """Megatron-LM's module of arguments; None if there is no Megatron-LM."""
     try:
         return importlib.import_module("megatron.training.arguments")
     except ModuleNotFoundError as error:

@@ -2,9 +2,9 @@
 with it, `use_megatron_fsdp=True` trains on this package's wrapper.
 
 verl loads plugins before Megatron, and logs their errors where they are not seen; its driver may
-have no GPU. So importing this imports nothing of Megatron or verl. It changes one function, once
-verl has imported the module of it: the one that builds a model, which then calls `install()` where
-the wrapper is asked for. An error of `install()` is raised there.
+have no GPU. So importing this imports nothing of Megatron or verl. It replaces the function of verl
+that builds a model, as soon as verl has imported its module. The replacement calls `install()` if
+the wrapper is asked for, so an error of `install()` is raised where the model is built.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have, if it is for `name`; None for any other."""
+        """The spec that the other finders have for `name`, with a loader that calls `then` at its
+        end; None for any other module. Python asks each finder of `sys.meta_path` for it."""
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # else `find_spec` below would ask this finder again
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

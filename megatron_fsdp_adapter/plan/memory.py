@@ -1,6 +1,7 @@
-"""The closed formula for the bytes that each rank holds for one group, by kind of buffer.
+"""The closed formula for the bytes that a rank holds, by kind of buffer: for a group, for a unit,
+for a model.
 
-The engine's books are not consulted: a test sums live storages and compares them with this.
+It reads nothing of an engine: a test sums live storages and compares them with this.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ LIFE: Mapping[str, str] = {
 UNITS_GATHERED = 2
 """Units that have gathered weights at once: one that computes, and its neighbor."""
 
-PREFETCHED = torch.bfloat16.itemsize
-"""Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
+PREFETCHED_ITEMSIZE = torch.bfloat16.itemsize
+"""Bytes of an element in the limit of what is gathered ahead, which is a number of elements."""
 
 
 Bytes = dict[str, int]
@@ -81,12 +82,13 @@ moments."""
 class Precision:
     """Dtypes and places of what is kept beside the compute weights, whose dtype is the group's.
 
-    main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
-    in which gradients accumulate; comm: dtype in which they are reduced; state_bytes: optimizer
-    state per element (Adam: two fp32 moments).
-
-    offload: main weights and state are in host memory, and brought to the device unit by unit.
-    moments: of parameters that have others, as with Muon and Lion.
+    Attributes:
+        main: dtype of the weights that the optimizer updates; None for the compute dtype.
+        grad: dtype in which gradients accumulate.
+        comm: dtype in which gradients are reduced.
+        state_bytes: optimizer state per element (Adam: two fp32 moments).
+        offload: main weights and state are in host memory, and come to the device unit by unit.
+        moments: which parameters have other moments, as with Muon and Lion; None if none have.
     """
 
     main: torch.dtype | None = torch.float32
@@ -108,12 +110,12 @@ def updated_numel(
     layout: GroupLayout,
     row: Strategy,
     rank: int,
-    of: Callable[[ParamSpec], bool] = lambda spec: True,
+    counts: Callable[[ParamSpec], bool] = lambda spec: True,
 ) -> int:
-    """Elements, padding excluded, that `rank` updates, of the items that `of` accepts."""
+    """Elements, padding excluded, that `rank` updates, of the parameters that `counts` accepts."""
     total = 0
     for index, spec in enumerate(layout.specs):
-        if not of(spec):
+        if not counts(spec):
             continue
         if row.shard_main:
             total += layout.shard_range(index, rank).numel
@@ -123,8 +125,8 @@ def updated_numel(
 
 
 def held_by_rank(layout: GroupLayout) -> list[int]:
-    """Elements of items, padding excluded, in every rank's shard, at the cost of the pieces that
-    exist."""
+    """Elements, padding excluded, in the shard of each rank. Visits only pieces that exist, not
+    each parameter for each rank."""
     held = [0] * layout.num_shards
     for index in range(len(layout.specs)):
         for rank in layout.holders(index):
@@ -133,8 +135,8 @@ def held_by_rank(layout: GroupLayout) -> list[int]:
 
 
 def quantized_both_ways(form: WeightFormat, elements: int) -> int:
-    """Bytes of weights that are quantized for forward and backward: without columns they are there
-    once more, transposed."""
+    """Bytes of weights that are quantized for forward and backward. A format without columns needs
+    a transposed copy for backward."""
     nbytes = form.nbytes(elements)
     return nbytes if form.has_columns else 2 * nbytes
 
@@ -149,11 +151,15 @@ def group_bytes(
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
 
     Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
-    optimizer has state. Main weights cost nothing where they are (a slice of) the compute
-    weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
-    main weights in the compute dtype. Backward derives the transposes of quantized weights without
-    columns. whole: of a domain of one rank, of which nothing is sharded; gradients go between steps
-    all the same.
+    optimizer has state.
+
+    - Main weights cost nothing if they are the compute weights or a slice of them. They are if
+      compute weights are not sharded, not quantized, and have the main dtype.
+    - A frozen group has weights only, its main weights in the compute dtype.
+    - Backward derives transposes of quantized weights that have no columns.
+
+    whole: the group's domain has one rank, so that nothing of it is sharded. Its gradients are
+        freed between steps even so.
     """
     if whole:
         row = STRATEGIES["optim"]
@@ -184,8 +190,8 @@ def group_bytes(
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     state = updated_numel(layout, row, rank) * precision.state_bytes
     if precision.moments is not None:
-        of, count = precision.moments
-        others = updated_numel(layout, row, rank, of)
+        has_others, count = precision.moments
+        others = updated_numel(layout, row, rank, has_others)
         state += others * (count * main.itemsize - precision.state_bytes)
     held[OPTIMIZER_STATE] = state
     if precision.offload:
@@ -201,8 +207,9 @@ def _streamed(
     main: torch.dtype,
     state_bytes: int,
 ) -> Bytes:
-    """`held` with the optimizer in host memory: main weights too, unless they have the compute
-    dtype or quantized weights are made of them. Flat buffers of `numel` elements."""
+    """`held` with the optimizer state in host memory, in flat buffers of `numel` elements. Main
+    weights go there too, unless they have the compute dtype or quantized weights are made of
+    them."""
     left = dict(held)
     del left[OPTIMIZER_STATE]
     moved = numel * state_bytes
@@ -221,8 +228,8 @@ def unit_bytes(
     rank: int,
     is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
 ) -> Bytes:
-    """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain
-    of one rank."""
+    """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether the domain of a
+    group has one rank."""
     totals: Bytes = {}
     for layout in groups:
         _add(totals, group_bytes(layout, row, precision, rank, is_single_rank(layout)))
@@ -232,10 +239,12 @@ def unit_bytes(
 def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
     """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
 
-    Of the kinds that a unit holds only while in use, the two largest units exist at once; of what
-    is updated, neighbors, from the root on. The root unit's gathered weights stay beside them
-    through forward and backward. Transposes go with the unit's backward: there are those of one
-    unit.
+    Kinds that a unit holds only for a time exist for few units at once:
+
+    - gathered weights: for the two largest units, and for the root through the whole pass;
+    - reduce buckets: for the two largest units, the root among them;
+    - staged optimizer state: for two neighbors in the order of updates, which starts at the root;
+    - transposes: for one unit, as they go with its backward.
     """
     every = [root, *units]
     totals: Bytes = {}
@@ -267,17 +276,20 @@ def with_slots(
     bucket_slots: bool,
     reduce_scatter: Reduce,
 ) -> Bytes:
-    """`model_bytes` with slots in place of the transient buffers that are in them, and with what a
-    reduction from slots needs.
+    """`held`, from `model_bytes`, with slots in place of the transient buffers that are in them,
+    and with what a reduction from slots needs.
 
-    kinds, units: class of each unit's module, and layouts of its groups but those of domains of one
-    rank, in order; rows: each unit's own strategy; the switches are those of `EngineConfig`.
+    Args:
+        kinds: class of each unit's module.
+        units: layouts of each unit's groups, without those whose domain has one rank.
+        rows: each unit's own strategy.
+        weight_slots, bucket_slots, reduce_scatter: the fields of `EngineConfig`.
     """
     comm = precision.comm
-    # Of each unit, bytes in a slot; None where it takes none.
+    # The bytes of each unit in a slot; None where it takes none.
     gathered: list[int | None] = []
     reduced: list[int | None] = []
-    # Of the largest bucket in a slot, and of the largest beside them.
+    # Bytes of the largest bucket in a slot, and of the largest one outside of slots.
     received = 0
     received_beside = 0
     for row, unit in zip(rows, units, strict=True):
@@ -299,7 +311,7 @@ def with_slots(
         totals[BUCKET_SLOTS] = sum(plan_slots(kinds, reduced)[1])
     if reduce_scatter.fixed:
         totals[RECEIVED_PIECES] = received
-        if received_beside:  # in memory that comes and goes
+        if received_beside:  # its pieces are in transient memory
             totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + received_beside
     return totals
 
@@ -318,9 +330,15 @@ def held_bytes(
     ahead: int = 0,
     **slots: Any,
 ) -> Bytes:
-    """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
-    unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the
-    unit that computes, if that is more than the next unit; slots: as for `with_slots`."""
+    """Most bytes of each kind at one time, of all `units`, of which the root is the last.
+
+    Args:
+        kinds: class of each unit's module.
+        rows: each unit's own strategy.
+        ahead: elements that may be gathered ahead of the unit that computes; 0: the next unit.
+        slots: the keyword arguments of `with_slots`.
+    """
+    # By list of groups and strategy: units that share both are computed once.
     known: dict[tuple[int, int], Bytes] = {}
     every = []
     shared = []
@@ -338,21 +356,25 @@ def held_bytes(
 
 
 def _gathered_ahead(root: Bytes, units: Sequence[Bytes], numel: int) -> Bytes:
-    """Bytes by kind of weights that are gathered at a time where `numel` elements may be gathered
-    ahead: beside a unit that computes, as many of the next ones as that lasts, or the two largest
-    units if those are more. Empty for 0, where it is one unit."""
+    """Bytes by kind of the weights that are gathered at one time, if `numel` elements may be
+    gathered ahead. Empty for 0: `model_bytes` has them then.
+
+    Beside a unit that computes there are the next ones, until these reach the limit; or the two
+    largest units, if those are more.
+    """
     sizes = [unit.get(GATHERED_WEIGHTS, 0) for unit in units]
     if not numel or not any(sizes):
         return {}
+    limit = PREFETCHED_ITEMSIZE * numel
     most = _largest(GATHERED_WEIGHTS, units)
     for order in (sizes, sizes[::-1]):  # of forward, of backward
-        for at, size in enumerate(order):
-            most = max(most, size + _until(order[at + 1 :], PREFETCHED * numel))
+        for number, size in enumerate(order):
+            most = max(most, size + _sum_until(order[number + 1 :], limit))
     return {GATHERED_WEIGHTS: root.get(GATHERED_WEIGHTS, 0) + most}
 
 
-def _until(following: Sequence[int], limit: int) -> int:
-    """The sum of as many as first reach the limit."""
+def _sum_until(following: Sequence[int], limit: int) -> int:
+    """The sum of `following` up to and including the one that reaches `limit`."""
     total = 0
     for size in following:
         if total >= limit:
@@ -367,8 +389,8 @@ def bytes_between_steps(held: Bytes) -> int:
 
 
 def most_bytes(held: Bytes) -> int:
-    """Most bytes on the device at one time. Units are updated between backward and the end of the
-    next forward, so beside gathered weights, and not beside what a backward alone needs."""
+    """Most bytes on the device at one time. Units are updated between a backward and the end of the
+    next forward: then gathered weights exist, but not what only a backward needs."""
     lives = dict.fromkeys(LIFE.values(), 0)
     for kind, count in held.items():
         lives[LIFE[kind]] += count
@@ -378,6 +400,7 @@ def most_bytes(held: Bytes) -> int:
 
 
 def _largest(kind: str, units: Iterable[Bytes]) -> int:
+    """Bytes of a kind in the `UNITS_IN_USE` units that have most of it."""
     """Bytes of a kind in the largest of the units that have it at once."""
     count = MAX_BUCKETS if kind == REDUCE_BUCKET else UNITS_GATHERED
     sizes = sorted(unit.get(kind, 0) for unit in units)
@@ -385,5 +408,6 @@ def _largest(kind: str, units: Iterable[Bytes]) -> int:
 
 
 def _add(totals: Bytes, part: Bytes) -> None:
+    """Adds `part` to `totals`, in place."""
     for kind, count in part.items():
         totals[kind] = totals.get(kind, 0) + count

@@ -15,7 +15,7 @@ from ..quantized.start import outdated_values
 from .unit_classes import unit_problems
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of parameters whose main gradients, of float32 at most, can be summed."""
+"""Dtypes of parameters that can be trained: none is more precise than float32 sums of gradients."""
 
 
 def module_problems(
@@ -26,9 +26,16 @@ def module_problems(
     is_managed: Callable[[str], bool] = lambda fqn: True,
     may_be_frozen: bool = False,
 ) -> list[str]:
-    """Problems of the model, of the unit classes named for it, of the device asked for, and of the
-    main weights' dtype (None: of each parameter). Parameters whose name `is_managed` refuses are
-    not to be sharded, and may be anything."""
+    """Problems of the model, and of what is asked for it.
+
+    Args:
+        unit_classes: the classes of units; None: nothing to check.
+        device: where the model is to be; None: nothing to check.
+        main_params_dtype: dtype of main weights; None: each parameter's own.
+        is_managed: False for the name of a parameter that is not to be sharded. Its type and
+            format are not checked.
+        may_be_frozen: a model without trainable parameters is no problem.
+    """
     found = _sharded_already(module)
     if not may_be_frozen:
         found += _frozen(module)
@@ -44,7 +51,8 @@ def module_problems(
 
 
 SHARDED_ALREADY = ("fsdp_layout_ref", "_fsdp_label")
-"""Set on sharded parameters, and on unsharded ones: a wrapped module shows either."""
+"""Attributes of sharded parameters (the first) and of unsharded ones (the second) of a wrapped
+module, which shows either."""
 
 
 def _sharded_already(module: nn.Module) -> list[str]:
@@ -57,6 +65,7 @@ def _sharded_already(module: nn.Module) -> list[str]:
 
 
 def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype) -> list[str]:
+    """A problem if `main` cannot represent the values of a trained parameter; of the first one."""
     for name, param in module.named_parameters():
         dtype = param.dtype
         if not param.requires_grad or dtype not in TRAINED_DTYPES:
@@ -71,7 +80,7 @@ def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype) -> list[s
 
 
 def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
-    """Problems of the parameters whose names `is_managed` takes, at most 8."""
+    """Problems of the parameters for whose names `is_managed` is true: the first 8."""
     found = []
     for name, param in module.named_parameters():
         problem = _parameter(param) if is_managed(name) else ""

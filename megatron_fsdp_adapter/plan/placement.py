@@ -17,12 +17,13 @@ PLACEMENTS = (SHARD, LEAVE)
 ARGUMENT = "module_placements"
 
 Placements = Mapping[str, str]
-"""Patterns of module names (those of `named_modules()`, shell wildcards, a Float16Module's level
-left out) and what to do with what is below such a module; later ones win."""
+"""Patterns of module names, and the placement of such modules with all in them; later ones win.
+Names are those of `named_modules()` without a Float16Module's level; patterns are the shell's."""
 
 
 def placement_of(chosen: Placements, fqn: str) -> str:
-    """The placement of the parameter of this name: that of the modules that hold it."""
+    """The placement of the parameter with this name: that of the last pattern that matches a module
+    around it."""
     found = SHARD
     for pattern, placement in chosen.items():
         if any(fnmatch.fnmatchcase(name, pattern) for name in _holders(fqn)):
@@ -47,14 +48,17 @@ def placement_problems(chosen: Placements, module: nn.Module) -> list[str]:
 
 
 def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
+    """Problems of tied parameters with different placements, and of ignored trainable parameters:
+    the first 8."""
     found = []
-    placed: dict[int, tuple[str, str]] = {}  # the first name of a parameter, by its id
+    # The first name of a parameter, and its placement, by the parameter's id.
+    placed: dict[int, tuple[str, str]] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
         placement = placement_of(chosen, fqn)
-        first, before = placed.setdefault(id(param), (fqn, placement))
-        if placement != before:
+        first, first_placed = placed.setdefault(id(param), (fqn, placement))
+        if placement != first_placed:
             found.append(
-                f"{ARGUMENT}: {first} and {fqn} are one parameter, but placed as {before!r} "
+                f"{ARGUMENT}: {first} and {fqn} are one parameter, but placed as {first_placed!r} "
                 f"and {placement!r}. Place both modules alike"
             )
         elif placement == LEAVE and param.requires_grad:
@@ -66,7 +70,8 @@ def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
 
 
 def _holders(fqn: str) -> list[str]:
-    """The modules that hold a parameter, from the whole model down, without wrappers' levels."""
+    """Names of the modules around a parameter, from the whole model ("") down, without the levels
+    of wrappers."""
     levels = fqn.split(".")[:-1]
     while levels[:1] == ["module"]:
         levels = levels[1:]

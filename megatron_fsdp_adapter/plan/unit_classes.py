@@ -13,13 +13,13 @@ from torch import nn
 UNIT_CLASSES_OPTION = "fsdp_unit_modules"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 PART_OF_LARGEST = 10
-"""A list of layers counts if it has this part, a reciprocal, of the elements of the largest one:
+"""A list of layers counts if it has at least a tenth of the elements of the largest list: the
 towers of an encoder and a decoder do, a few small heads do not."""
 
 
 def unit_problems(module: nn.Module, named: Any) -> list[str]:
-    """One line for each of `named` (classes, names of classes, import paths) that is none of these,
-    or matches no module below `module`."""
+    """One line for each of `named` (classes, names of classes, import paths) that matches no module
+    in `module`, or is none of these. One line if `named` itself is a class, and no list."""
     if isinstance(named, str | type):
         return [f"{UNIT_CLASSES_OPTION}={named!r}: a class, not a list. Put it into a list"]
     found = []
@@ -32,8 +32,8 @@ def unit_problems(module: nn.Module, named: Any) -> list[str]:
 
 
 def classes_of(module: nn.Module, named: Sequence[type[nn.Module] | str]) -> tuple[type, ...]:
-    """Classes for `isinstance`, of `named`. A string is the name of a class among those of the
-    modules below `module`, or an import path; one that is neither adds nothing."""
+    """The classes that `named` names, for `isinstance`. A string is the name of a class of a module
+    in `module`, or an import path. One that is neither adds nothing."""
     found: list[type] = []
     for one in named:
         if isinstance(one, str):
@@ -44,12 +44,13 @@ def classes_of(module: nn.Module, named: Sequence[type[nn.Module] | str]) -> tup
 
 
 def _classes_called(module: nn.Module, name: str) -> list[type]:
+    """The classes of modules in `module` with this name or path, else the class at that path."""
     found = [one for one in _classes_below(module) if name in (one.__name__, _path(one))]
     return found or _imported(name)
 
 
 def _classes_below(module: nn.Module) -> list[type]:
-    """The classes of the modules below `module`, and those that they inherit from."""
+    """The classes of `module` and the modules in it, and those that they inherit from."""
     found: dict[type, None] = {}  # a set in order
     for child in module.modules():
         found.update(dict.fromkeys(type(child).__mro__))
@@ -57,7 +58,8 @@ def _classes_below(module: nn.Module) -> list[type]:
 
 
 def _imported(path: str) -> list[type]:
-    """The class at a dotted path, which need not be where it is defined."""
+    """The class at a dotted import path, as a list; empty if there is none. The path need not be
+    where the class is defined."""
     place, _, name = path.rpartition(".")
     if not place:
         return []
@@ -77,6 +79,7 @@ def _name(one: Any) -> str:
 
 
 def _why_not(module: nn.Module, one: Any) -> str:
+    """The reason why `one` names no unit of `module`, and what to do."""
     if not isinstance(one, str | type):
         return f"{one!r} is neither a class nor the name of a class"
     name = _name(one)
@@ -91,8 +94,9 @@ def _why_not(module: nn.Module, one: Any) -> str:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of `module`, where no class is named: modules of the classes that Hugging Face
-    models name as not to be split, else the entries of its lists of layers. Empty without any."""
+    """The layers of `module` that are units if no class is named; empty if there are none. They are
+    the modules that a Hugging Face model lists as not to be split. Without such a list they are the
+    entries of the lists of layers."""
     found = _not_to_be_split(module)
     if found:
         return found
@@ -118,11 +122,11 @@ def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
 
 
 def _lists_of_layers(module: nn.Module) -> list[nn.Module]:
-    """Lists that are in no other one."""
+    """The outermost lists of layers: those that are in no other one."""
     found: list[nn.Module] = []
     for child in module.modules():  # outermost ones come first
-        inside = any(child is below for one in found for below in one.modules())
-        if not inside and _repeats(child):
+        is_inside_one = any(child is below for one in found for below in one.modules())
+        if not is_inside_one and _repeats(child):
             found.append(child)
     return found
 
@@ -132,8 +136,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """True if `module` is a list of layers: two of one class have parameters. A Sequential of
-    single operations is one layer."""
+    """True if `module` is a list of layers: two entries with parameters have the same class. In a
+    Sequential only entries that contain modules count: one of single operations is one layer."""
     if not isinstance(module, LISTS):
         return False
     entries = list(filter(_has_parameters, module.children()))

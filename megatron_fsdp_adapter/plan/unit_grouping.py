@@ -15,9 +15,12 @@ Measured (docs/results_launch.md) with layers of 61M elements, joined by two to 
 
 
 def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
-    """`plans`, of which neighbors are joined until a unit has `numel` elements: small ones cost
-    the host as much as large ones. Joined are modules of one list, of one class, that backward
-    reads alike, of which none is inside another unit or has one inside."""
+    """`plans` with neighbors joined until a unit has `numel` elements: small units cost the host as
+    much time as large ones.
+
+    Two neighbors are joined if their modules are of one list and one class, backward reads the
+    weights of both or of neither, and neither is inside another unit or contains one.
+    """
     found: list[UnitPlan] = []
     alone = _alone(plans)
     for plan in plans:
@@ -30,19 +33,22 @@ def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
 def default_unit_numel(layer_numels: Sequence[int]) -> int:
     """Elements up to which neighboring layers are grouped by default; 0 for not at all.
 
-    At most `JOINED_NUMEL`, and a sixteenth of all layers, beyond which a layer is joined to no
-    further one: so at least eight units remain, none with more than an eighth of the elements.
-    Models with fewer than 16 layers, or with a layer that is as large already, stay as they are.
+    The result is `JOINED_NUMEL`, or a sixteenth of the elements of all layers if that is less. A
+    unit that has reached it is joined with no further layer. So at least eight units remain, none
+    with more than an eighth of the elements. Nothing is grouped in models with fewer than 16
+    layers, or if one layer alone reaches the limit.
 
     Args:
-        layer_numels: elements of each layer, of those that a rank has in one model chunk.
+        layer_numels: elements of each layer that a rank has in one model chunk.
     """
+    # `+ 1`: each of 16 equal layers is below the limit.
     numel = min(JOINED_NUMEL, sum(layer_numels) // JOINED_PART + 1)
     return numel if max(layer_numels, default=numel) < numel else 0
 
 
 def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
-    """Elements of each unit that is one of several of its class in a list."""
+    """Elements of each layer: a unit with others of its class in the same list. Units that are
+    inside others, or contain others, do not count."""
     alone = _alone(plans)
     layers = [plan for plan in plans if plan.name in alone]
     count = Counter(_kind(plan) for plan in layers)
@@ -50,9 +56,9 @@ def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
 
 
 def _alone(plans: Sequence[UnitPlan]) -> set[str]:
-    """Names of units that are modules, in no other unit and without one inside."""
+    """Names of the units that are modules, are inside no other unit and contain none."""
     alone = set()
-    around: set[str] = set()
+    around: set[str] = set()  # names of modules that contain a unit
     for plan in plans:
         if plan.module is None:
             continue
@@ -64,7 +70,8 @@ def _alone(plans: Sequence[UnitPlan]) -> set[str]:
 
 
 def _kind(plan: UnitPlan) -> tuple[str, type]:
-    """The list that has the unit's last module, and the class of these."""
+    """Name of the list that has the unit's last module, and the class of the unit's first one,
+    which is that of all its modules."""
     holder, _, _ = plan.name.split(TO)[-1].rpartition(".")
     return holder, type(plan.module)
 
@@ -78,7 +85,8 @@ def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
 
 
 def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
-    """One unit of two."""
+    """The plan of one unit with the parameters and modules of both; other settings are those of
+    `one`."""
     groups = {key: list(managed) for key, managed in one.groups.items()}
     for key, managed in other.groups.items():
         groups.setdefault(key, []).extend(managed)

@@ -2,12 +2,18 @@
 
 With weights and gradients sharded each microbatch gathers a unit twice and reduces it once. Kept
 weights are gathered once a step, kept gradients are reduced once a step; both take memory. A byte
-of kept weights saves more than one of kept gradients, which are float32 mostly: so weights are kept
-in as many units as fit, then gradients. The root is first, which is there throughout a pass anyway.
-Then, of weights, come units that are gathered twice, and last those that are gathered once a
-microbatch: an embedding, whose backward reads none, and the last one, which stays for its backward.
-Of gradients those of the first units come first: they are reduced last, and nothing hides that.
-What does not fit is left out, and smaller ones behind it are tried.
+of kept weights saves more than one of kept gradients, which are mostly float32. So weights are kept
+in as many units as fit, then gradients.
+
+The order of units:
+
+- The root is first, as it is gathered throughout a pass anyway.
+- For weights, units that are gathered twice in a microbatch follow. Those that are gathered once
+  are last: an embedding, whose backward reads no weights, and the last unit of the forward, which
+  stays gathered for its backward.
+- For gradients, the first units follow: they are reduced last, when no compute hides it.
+
+A unit that does not fit is left out, and smaller ones after it are tried.
 """
 
 from __future__ import annotations
@@ -25,24 +31,25 @@ AUTO = "auto"
 GIB = 1 << 30
 
 KEEPING = ("optim_grads", "optim")
-"""Kinds of kept units, the one that costs least first: weights kept, gradients too."""
+"""Strategies of units that keep something: weights, then weights and gradients."""
 
 
 @dataclass(frozen=True)
 class UnshardedUnits:
-    """rows: the strategy of each unit, in order; nbytes: what they take more, on every rank."""
+    """The choice. rows: the strategy of each unit, in order; nbytes: the additional bytes on every
+    rank."""
 
     rows: tuple[Strategy, ...]
     nbytes: int
 
     @property
     def weights(self) -> int:
-        """Units that keep weights."""
+        """Number of units that keep weights."""
         return sum(not row.shard_weights for row in self.rows)
 
     @property
     def grads(self) -> int:
-        """Units that keep gradients."""
+        """Number of units that keep gradients."""
         return sum(not row.shard_grads for row in self.rows)
 
 
@@ -55,7 +62,7 @@ def policy_precision(config: EngineConfig) -> Precision:
 
 
 def can_keep(strategy: Strategy) -> bool:
-    """True if there is anything that units of this strategy could keep."""
+    """True if units of this strategy could keep something: gradients at least are sharded."""
     return strategy.shard_grads
 
 
@@ -67,9 +74,16 @@ def unsharded_units(
     forward_only: Collection[int] = (),
     keeping: Sequence[str] = KEEPING,
 ) -> UnshardedUnits:
-    """units: the layouts of each unit's groups, the root's last; forward_only: those whose backward
-    reads no weights; keeping: the kinds of kept units to choose from. The same on every rank that
-    has these layouts: what units take more does not depend on the rank.
+    """Chooses the units that stay unsharded, within `budget` bytes.
+
+    The choice is the same on every rank that has these layouts: the additional bytes of a unit do
+    not depend on the rank.
+
+    Args:
+        units: the layouts of each unit's groups, the root's last.
+        strategy: that of all units before.
+        forward_only: numbers of units whose backward reads no weights.
+        keeping: the strategies that a unit may get instead, in this order.
 
     Raises:
         ValueError: a negative budget.
@@ -81,12 +95,12 @@ def unsharded_units(
     if not budget or not can_keep(strategy):
         return UnshardedUnits(tuple(rows), 0)
     root = len(units) - 1
-    # Their weights are gathered once a microbatch.
+    # Units whose weights are gathered once a microbatch; `root - 1` is the forward's last one.
     once = {*forward_only, root - 1}
     for name in keeping:
         row = STRATEGIES[name]
         order = list(range(root))
-        if row.shard_grads:
+        if row.shard_grads:  # weights are kept
             order.sort(key=lambda number: number in once)
         for number in [root, *order]:
             unit = units[number]
@@ -100,14 +114,15 @@ def unsharded_units(
 
 
 def _keeps_more(row: Strategy, present: Strategy) -> bool:
-    """One step up: gradients are kept only where weights are."""
+    """True if `row` keeps one thing more than `present`: weights, or gradients where weights are
+    kept already."""
     if row.shard_grads:
         return present.shard_weights
     return present.shard_grads and not present.shard_weights
 
 
 def _held(layouts: Sequence[GroupLayout], row: Strategy, precision: Precision) -> int:
-    """Bytes of a unit that are there from one microbatch to the next."""
+    """Bytes of a unit from one microbatch to the next: what it keeps through a step."""
     lives = (PERSISTENT, BACKWARD_TO_STEP)
     held = unit_bytes(layouts, row, precision, rank=0)
     return sum(count for kind, count in held.items() if LIFE[kind] in lives)

@@ -42,8 +42,8 @@ def recipe_of(config: Any) -> tuple[str, str] | None:
 
 
 def device_problems(config: Any, device: torch.device) -> list[str]:
-    """One line, with TE's reason, if `device` does not support the precision of a model's `config`.
-    Unknown recipes are rejected elsewhere."""
+    """A problem, with TE's reason, if `device` does not support the precision of a model's
+    `config`. Rules in `support.py` reject unknown recipes."""
     asked = recipe_of(config)
     if asked is None or asked[1] not in QUESTIONS:
         return []

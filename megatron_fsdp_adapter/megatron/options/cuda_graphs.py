@@ -34,7 +34,8 @@ def captures_layers(config: Any) -> bool:
 
 
 def modules_asked_for(config: Any) -> set[str]:
-    """Names of the parts of layers to capture; empty for whole layers."""
+    """Names of the parts of layers to capture; empty for whole layers. The newer of core's two
+    fields comes first."""
     for field in ("cuda_graph_modules", "cuda_graph_scope"):
         asked = getattr(config, field, None)
         if asked is None:
@@ -51,6 +52,7 @@ token counts on the host."""
 
 
 def _name_of(value: Any) -> Any:
+    """The name that a member of one of core's enums stands for; any other value itself."""
     return getattr(value, "value", value)
 
 
@@ -59,7 +61,7 @@ def _granularity(config: Any) -> Any:
 
 
 def _recomputes(part: str, config: Any) -> bool:
-    """True if a part of layers is recomputed selectively."""
+    """True if `part` of layers is recomputed selectively."""
     parts = getattr(config, "recompute_modules", None) or ()
     return part in parts and _granularity(config) == "selective"
 

@@ -11,6 +11,7 @@ from .table import OPTIONS
 
 
 def _check_buckets(self: Any) -> None:
+    """The config's `__post_init__`: ValueError for two options that exclude each other."""
     if self.bucket_size is not None and self.num_buckets is not None:
         raise ValueError(
             f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} are mutually "

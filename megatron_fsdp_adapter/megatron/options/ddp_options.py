@@ -30,8 +30,8 @@ from .table import (
 
 
 def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
-    """Extra bytes for units of one model chunk that stay unsharded over a step; None: found while
-    training. config: the model's."""
+    """Extra bytes that units of one model chunk may take by staying unsharded over a step. None:
+    the budget is found while training. config: the model's."""
     gib = read(ddp_config, BUDGET) or 0.0
     if gib == AUTO:
         return None
@@ -39,14 +39,15 @@ def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
 
 
 def engine_maker(config: Any, ddp_config: Any) -> Callable[..., FsdpEngine]:
-    """The class of the engine that the options need, or a function that makes one."""
+    """The class of the engine that the options need. One that finds its budget comes as a partial
+    with the number of chunks that share the memory."""
     if unsharded_budget(config, ddp_config) is not None:
         return FsdpEngine
     return functools.partial(AutoBudgetEngine, sharers=_chunk_count(config))
 
 
 def _chunk_count(config: Any) -> int:
-    """Wrappers on each device, with interleaved pipeline stages."""
+    """The number of model chunks on each device: several with interleaved pipeline stages."""
     return config.virtual_pipeline_model_parallel_size or 1
 
 
@@ -74,8 +75,8 @@ def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
 
 
 def engine_config(ddp_config: Any) -> EngineConfig:
-    """The engine config of a valid `DistributedDataParallelConfig`. Overlap that the strategy needs
-    is on, whatever the field's value (`forced_overlaps`)."""
+    """The engine config of a valid `DistributedDataParallelConfig`. If the strategy needs an
+    overlap, that is on with any value of its field (`forced_overlaps`)."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     forced = forced_overlaps(strategy)
     divides_sum = ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

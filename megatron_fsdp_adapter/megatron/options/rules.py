@@ -27,9 +27,10 @@ class Rule:
 
     Attributes:
         option: its name; a dotted path in a recipe of Megatron-Bridge.
-        broken: truthy if a config is rejected.
+        broken: a function of a config: truthy if the config is rejected.
         message: the reason and the remedy.
-        beside: description of other options involved; a field of the config in braces is its value.
+        beside: description of other options involved, a format string: `{0.name}` is the value of
+            the config's field `name`.
     """
 
     option: str
@@ -75,7 +76,8 @@ def unset(option: str, message: str) -> Rule:
 
 
 def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> Rules:
-    """The rules, restricted to configs for which `when` is true, which `beside` describes."""
+    """The rules, restricted to configs for which `when` is true. `beside` describes these configs,
+    where a rule has no description of its own."""
 
     def restricted(rule: Rule) -> Rule:
         def broken(config: Any) -> Any:

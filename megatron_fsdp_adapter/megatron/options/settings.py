@@ -47,15 +47,15 @@ class Setting:
     """An option that follows from others.
 
     Attributes:
-        section: its config: "ddp", "optimizer", other sections of a recipe, "run" for Megatron-LM's
-            arguments.
+        section: the config that has it: "ddp", "optimizer", another section of a recipe, or "run"
+            for arguments of Megatron-LM.
         option: its name.
         value: the value to set.
         reason: text for the table.
         ways: the entry points that set it.
-        when: a predicate of all joined configs.
-        is_void: the option has no meaning here, so it is set even if the command line has it.
-        written_as: its flag; by default its name with dashes.
+        when: a predicate of all joined configs: whether to set it.
+        is_void: the option has no meaning here. So it is set even if the command line has it.
+        written_as: its flag; empty: its name with dashes.
     """
 
     section: str
@@ -80,11 +80,11 @@ class Setting:
         return self.option
 
 
-def _shards(what: str) -> Callable[[Any], bool]:
-    """A predicate of configs: the strategy has the flag `what`."""
+def _shards(field: str) -> Callable[[Any], bool]:
+    """A predicate of configs: the strategy's `field` (`shard_grads`, for example) is True."""
 
     def shards(config: Any) -> bool:
-        return bool(getattr(strategy_of(config), what, False))
+        return bool(getattr(strategy_of(config), field, False))
 
     return shards
 
@@ -180,8 +180,13 @@ def settle(
     settings: Iterable[Setting] = SETTINGS,
     is_written: Callable[[str], bool] = lambda flag: False,
 ) -> list[Change]:
-    """Sets derived options in the configs; returns the changes. configs: by section; is_written:
-    predicate for flags on the command line, whose values are kept."""
+    """Sets the options that follow from others, in place; returns the changes.
+
+    Args:
+        way: the entry point.
+        configs: the configs by section; one may be None or missing.
+        is_written: whether the command line has a flag, whose value is kept then.
+    """
     changes = []
     for one in settings:
         config = configs.get(one.section)
@@ -190,6 +195,7 @@ def settle(
         if not one.when(Joined(*configs.values())):
             continue
         before = getattr(config, one.option, None)
+        # An unset option counts as False.
         if (before or False) == one.value:
             continue
         if is_written(one.flag) and not one.is_void:

@@ -8,6 +8,8 @@
 | `nccl_ub` | slots | slots | NCCL's allocator, registered |
 | `fsdp_copy_engine_all_gather` | slots | by the other options | NCCL's, symmetric, zero CTAs |
 | `fsdp_copy_engine_reduce_scatter` | by the others | slots and one for pieces | the same |
+
+A slot is a buffer that is allocated once and that units take in turn.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ ROLES = {CE_ALL_GATHER: "ag", CE_REDUCE_SCATTER: "rs"}
 
 
 def copy_engine_roles(ddp_config: Any) -> list[str]:
-    """Collectives on copy engines: gathers ("ag"), reductions ("rs"). Each has separate
-    communicators with NCCL's zero-CTA policy; on one communicator they would wait for each
+    """The collectives that run on copy engines: gathers ("ag"), reductions ("rs"). Each of the two
+    gets communicators of its own, with NCCL's zero-CTA policy: on one they would wait for each
     other."""
     return [suffix for option, suffix in ROLES.items() if is_on(ddp_config, option)]
 
 
+# The fields of `EngineConfig` about slots, with their values if no option sets them.
 NO_SLOTS = {"weight_slots": False, "bucket_slots": False, "reduce_scatter": REDUCE_SCATTER}
 
 
 def slots_wanted(ddp_config: Any) -> dict[str, Any]:
-    """The fields of `EngineConfig` about slots, and about what is reduced from them."""
+    """The fields of `EngineConfig` about slots, and the reduction that may need one."""
     fields = engine_fields(ddp_config)
     return {name: fields.get(name, default) for name, default in NO_SLOTS.items()}
 

@@ -145,12 +145,12 @@ _ONE_TENSOR = (
 
 
 def _above_tensor_parallel(option: str, size: str) -> Rule:
-    """A rule: `option` must not exceed `size`, which core sets by default; then only tensor
-    parallelism splits weights."""
+    """A rule: the number `option` must not exceed the number `size`, to which core sets it by
+    default. Up to that only tensor parallelism splits weights."""
 
     def broken(config: Any) -> bool:
-        whole: Any = getattr(config, "tensor_model_parallel_size", 1)
-        ranks: Any = getattr(config, size, None) or whole
+        tensor_ranks: Any = getattr(config, "tensor_model_parallel_size", 1)
+        ranks: Any = getattr(config, size, None) or tensor_ranks
         shards: Any = getattr(config, option, None) or 1
         return bool(shards > ranks)
 
@@ -204,7 +204,8 @@ def _keeps_two_slots(config: Any) -> bool:
 
 
 def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: str) -> Rule:
-    """A rule: what makes `broken` true, described by `beside`, excludes that schedule."""
+    """A rule: `PARTS_OF_LAYERS` must not be on where `broken` is true. beside: describes that
+    case."""
 
     def both(config: Any) -> bool:
         return is_on(config, PARTS_OF_LAYERS) and broken(config)
@@ -274,8 +275,8 @@ def _offloaded_fraction(config: Any) -> float:
 LION = "lion"
 MUON = "muon"
 EMERGING = (LION, MUON)
-"""Supported ones of core's emerging optimizers; their updates are computed here. Others need whole
-matrices too, some with state of another shape (SOAP)."""
+"""The supported ones of core's emerging optimizers; their updates are computed here. Those that are
+not supported need whole matrices, some with state of another shape (SOAP)."""
 OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
 HALF = "medium"
@@ -295,7 +296,7 @@ MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> Rule:
-    """A rule: an option of Muon must have one of these values or be missing."""
+    """A rule: the option `name` of Muon must be missing or have one of the `known` values."""
     return Rule(
         name,
         lambda config: getattr(config, name, known[0]) not in known,

@@ -72,16 +72,17 @@ class Option:
 
     Attributes:
         name: of the field; the flag is `--name` with dashes.
-        type, default: of the field and of the flag's value.
+        type, default: those of the field, and of the flag's value.
         help: text for `--help` and `docs/flags.md`; empty: no flag is added.
-        use: when to set it, for `docs/flags.md`; empty: it has no effect here.
+        use: when to set it, for `docs/flags.md`; empty: the page says that it has no effect. The
+            page has no row for an option of core without `help`.
         plain: the corresponding argument of `fully_shard_model`.
         in_core: megatron-core 0.16.1 has the field, with this default.
         refused: rejections: a test of value and config, the reason with the remedy, and optionally
             `Rule.beside`.
         excludes: kind of CUDA graphs that excludes it -> reason.
-        sets: fields of `EngineConfig` for a value, where they are not as without it. Of several
-            options that set one field the last one does.
+        sets: the fields of `EngineConfig` that a value changes. If several options set one field,
+            the last row counts.
         some_strategies: only some strategies support it, so `prove` switches it off when it loads
             under another one.
     """
@@ -140,7 +141,7 @@ def strategy_of(config: Any) -> Strategy | None:
 
 
 def _is_low(config: Any, *options: str) -> bool:
-    """True if one of the dtypes is not float32."""
+    """True if one of the dtypes is set and is not float32."""
     return any(read(config, option) not in (None, torch.float32) for option in options)
 
 
@@ -175,6 +176,7 @@ def _keeps_what_is_whole(value: Any, config: Any) -> bool:
 
 
 def _other(*allowed: Any) -> Test:
+    """A test: the value is none of `allowed`."""
     return lambda value, config: value not in allowed
 
 
@@ -183,7 +185,8 @@ def _asked(value: Any, config: Any) -> bool:
 
 
 def _unless(sharded: str) -> Test:
-    """A test: the option is on, but the strategy does not shard the buffer that it applies to."""
+    """A test: the option is on, but the strategy's field `sharded` (`shard_grads`, for example) is
+    False: there is no shard that the option could apply to."""
 
     def broken(value: Any, config: Any) -> bool:
         row = strategy_of(config)
@@ -199,6 +202,7 @@ def _without_nccl(value: Any, config: Any) -> bool:
 
 
 def _without_pools(value: Any, config: Any) -> bool:
+    """True if the option is on and torch's allocator has a setting that excludes memory pools."""
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return bool(value and "expandable_segments:True" in settings)
 
@@ -220,7 +224,7 @@ _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the
 
 
 def _only_if_set(**fields: Any) -> Fields:
-    """The fields of `EngineConfig` that an option sets if it is on."""
+    """A function of a value: `fields` if the option is on, else none."""
 
     def sets(value: Any) -> Mapping[str, Any]:
         return fields if value else {}
@@ -461,7 +465,7 @@ def read(config: Any, option: str) -> Any:
 
 
 def engine_fields(ddp_config: Any) -> dict[str, Any]:
-    """The fields of `EngineConfig` that options set."""
+    """The fields of `EngineConfig` that options set; those of later rows replace earlier ones."""
     fields: dict[str, Any] = {}
     for option in OPTIONS:
         fields |= option.sets(read(ddp_config, option.name))

@@ -1,5 +1,5 @@
-"""Grouping of neighboring layers into units: by the option, or by `default_unit_numel` if unset and
-no other option needs single layers."""
+"""The size up to which neighboring layers are grouped into units: the option's, or by default
+`default_unit_numel`, unless another option needs single layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from .table import OFFLOAD, PARTS_OF_LAYERS, UNIT_NUMEL, read
 
 
 def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int:
-    """Elements up to which layers are grouped; 0: not grouped. config: the model's; layer_numels:
-    elements of each layer.
+    """Elements up to which layers are grouped; 0: not grouped.
 
-    By default they are not if each layer must be a unit, or if training is not launch-bound."""
+    By default layers are not grouped if each must be a unit, or if training is not launch-bound.
+
+    Args:
+        config: the model's.
+        layer_numels: elements of each layer.
+    """
     asked = read(ddp_config, UNIT_NUMEL)
     if asked is not None:
         return int(asked)
@@ -31,11 +35,11 @@ def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int
 def described(plans: Sequence[UnitPlan]) -> str:
     """A description of grouped layers, for the line that the wrapper prints; empty if there are
     none."""
-    joined = [plan for plan in plans if plan.more]
-    if not joined:
+    grouped = [plan for plan in plans if plan.more]
+    if not grouped:
         return ""
-    most = max(joined, key=lambda plan: plan.numel)
+    largest = max(grouped, key=lambda plan: plan.numel)
     return (
-        f"layers are joined by {len(most.modules)} to units of {most.numel} elements "
+        f"layers are joined by {len(largest.modules)} to units of {largest.numel} elements "
         f"({UNIT_NUMEL}=0 leaves them apart)"
     )

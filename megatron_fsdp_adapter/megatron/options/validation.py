@@ -61,8 +61,8 @@ ARGUMENT_OF: Mapping[str, str] = {
 DTYPE_OPTIONS = (MAIN_PARAMS, MAIN_GRADS, GRAD_COMM, "exp_avg_dtype", "exp_avg_sq_dtype")
 
 SIGN_OF_EMERGING = "muon_nesterov"
-"""An argument of Megatron-LM, by which its release is told: releases that have it make every
-optimizer as they make Adam. Older ones call another function for Muon, and have no config for
+"""An argument of Megatron-LM that shows its release: those that have it make every optimizer as
+they make Adam. Older ones call another function for Muon, and have no config for
 Lion."""
 
 WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
