@@ -189,7 +189,7 @@ class FsdpEngine:
             self.to_unsharded()
             if self.running_root is None or self.counts_calls:
                 unit.forward_calls += 1
-            if 2 * unit.ordinal >= len(self.units):
+            if 2 * unit.ordinal >= len(self.units):  # from the middle of a forward on
                 self.reduce.retire_all()
         self.gather.unshard(unit)
         unit.busy = True

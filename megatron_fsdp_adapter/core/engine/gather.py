@@ -53,11 +53,11 @@ class PrefetchOrder:
         self._known = {FORWARD: up[-1:] + up[:-1], BACKWARD: down}
         # The order of the pass that runs, so far.
         self._recording: list[int] = []
-        # What follows its last request; empty where that did not fit the known order.
+        # The ordinals expected after the last request; empty if that did not fit the known order.
         self._upcoming: list[int] = []
         # Direction of the pass that runs, or ran last.
         self.direction = FORWARD
-        # How far in the known order the last request that fitted it was.
+        # Place in the known order behind the last request that fitted it.
         self._position = 0
 
     def begin(self, direction: str) -> None:
@@ -170,7 +170,8 @@ class GatherPipeline:
         # Whether weights that are gathered will be read again in this step; units that stay
         # (`Unit.stays`) are not resharded then.
         self.microbatch_follows = False
-        # Whether there are gathers before which the compute stream may write what they read.
+        # Whether gathers were launched that the compute stream is not ordered behind. It might
+        # overwrite what they read.
         self._unordered = False
         # Units that were prefetched last.
         self._ahead: list[Unit] = []

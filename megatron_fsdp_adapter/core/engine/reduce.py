@@ -126,12 +126,13 @@ class ReducePipeline:
         self.check = check  # looks at gradients before they are communicated
         # Reductions of groups, by identity and `adds`; made once.
         self._reductions: dict[tuple[int, bool], Reduction] = {}
-        # Those that may still read their buckets, oldest first.
+        # Launched reductions that may still read their buckets, oldest first.
         self._in_flight: deque[InFlight] = deque()
         # Whether backwards of this step reduce over outer axes, unit by unit. A rank without
         # gradients launches in this order too, to match the others.
         self._outer_in_backward = False
-        # Whether a backward may follow a reduction over an outer axis, as if it had not been one.
+        # Whether a backward may follow a reduction over an outer axis, which is then taken back
+        # (`_take_back`).
         self.repeats_outer = False
 
     def backward_begins(self, unit: Unit, *, accumulates: bool) -> None:

@@ -168,7 +168,7 @@ class Unit:
             )
 
     def advance(self, phase: Phase) -> None:
-        """Moves to `phase`; RuntimeError when that is not a legal transition."""
+        """Moves to `phase`. Raises RuntimeError if that is not a legal transition."""
         if (self.phase, phase) not in TRANSITIONS:
             raise RuntimeError(
                 f"unit {self.name}: {self.phase.name} -> {phase.name} is not a legal transition"
@@ -196,8 +196,8 @@ class Unit:
             return []
         self._versions = now
         found = []
-        for param, then, since in zip(self._lossy, before, now, strict=True):
-            if then != since:
+        for param, old_count, count in zip(self._lossy, before, now, strict=True):
+            if old_count != count:
                 found.append(param._fsdp_label)  # type: ignore[attr-defined]
         return found
 
