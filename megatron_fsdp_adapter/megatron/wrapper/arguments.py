@@ -1,4 +1,4 @@
-"""The arguments of the wrapper's constructor, and what follows from them alone."""
+"""The arguments of the wrapper's constructor, and values that depend only on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arguments:
     module_placements: Mapping[str, str]
 
     def manages(self, fqn: str) -> bool:
-        """True if the parameter of this name is sharded, and not left as it is."""
+        """True if the parameter of this name is sharded; False if it is left as it is."""
         return placement_of(self.module_placements, fqn) != LEAVE
 
     @cached_property
@@ -38,5 +38,5 @@ class Arguments:
 
     @cached_property
     def initializer_of(self) -> InitializerOf:
-        """The function that gives values to modules on the meta device."""
+        """A function of a module that returns its initializer, for modules on the meta device."""
         return core_initializers(self.config)

@@ -25,8 +25,8 @@ __all__ = ["Arguments", "build", "checked_index", "force_options"]
 def build(
     given: Arguments, index: FSDPDistributedIndex
 ) -> tuple[FsdpEngine, ModelPlan, ParamAndGradBuffer]:
-    """Moves the parameters of the module into an engine's buffers. Returns it, the plan that it was
-    made by, and the buffers as Megatron's code sees them. Collective.
+    """Moves the parameters of the module into an engine's buffers. Returns the engine, its plan,
+    and the object that Megatron's code sees as the buffers. Collective.
 
     Raises:
         ValueError: a unit class that matches nothing; ranks whose models differ.
@@ -56,8 +56,8 @@ def build(
 
 
 def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
-    """Sets the options that the wrapper needs in both configs, and switches off the cache of
-    quantized weights where it cannot be used; returns the line that the wrapper prints."""
+    """Sets the options that the wrapper needs in both configs; returns the line that it prints.
+    Switches off Transformer Engine's cache of quantized weights where it must not be used."""
     changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
     forced = {change.option: change.after for change in changes}
     has_recipe = capability.recipe_of(given.config) is not None

@@ -1,5 +1,4 @@
-"""Everything that is wrong with the arguments of a wrapper's constructor, found before anything is
-made of them.
+"""Checks of the arguments of a wrapper's constructor, before anything is made of them.
 
 Each function returns one line for each problem, so that the wrapper can raise all at once.
 """
@@ -33,7 +32,7 @@ from .domains import read_index
 from .process_groups import group_named, has_groups
 
 RanksOfGroups = Mapping[str, tuple[int, ...]]
-"""Global ranks of this rank's groups, by their names in ProcessGroupCollection."""
+"""Global ranks in each of this rank's groups, by the group's name in ProcessGroupCollection."""
 
 SIZES: Mapping[str, str] = {
     "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
@@ -48,11 +47,11 @@ CROSSING: tuple[tuple[str, str], ...] = (
     ("tp", "dp_cp"), ("pp", "dp_cp"), ("tp", "pp"),
     ("ep", "expt_dp"), ("expt_tp", "expt_dp"), ("pp", "expt_dp"), ("ep", "expt_tp"),
 )  # fmt: skip
-"""Groups along different axes of one grid: a rank's two groups share only that rank."""
+"""Pairs of groups along different axes of one grid: a rank's two groups share only that rank."""
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
-"""Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
-Transformer Engine, so the option that asks for it is no evidence."""
+"""Classes of core, by name, with all experts in one tensor. Only a module's class can tell: with
+`moe_grouped_gemm` core takes this class only where it has no layers of Transformer Engine."""
 
 
 def checked_index(given: Arguments) -> FSDPDistributedIndex:
@@ -60,7 +59,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
 
     Raises:
         RuntimeError: this megatron-core is not supported.
-        ValueError: with everything that is wrong with the arguments.
+        ValueError: with all problems of the arguments.
     """
     require_supported_core()
     config = given.config
@@ -76,7 +75,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
             given.given_device,
             read(ddp_config, MAIN_PARAMS),
             given.manages,
-            may_be_frozen=config.pipeline_model_parallel_size > 1,  # of a stage
+            may_be_frozen=config.pipeline_model_parallel_size > 1,  # other stages may train
         ),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),
@@ -90,7 +89,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
 
 
 def group_ranks(pg_collection: Any | None) -> RanksOfGroups:
-    """The ranks of the groups that exist, in the collection or in `parallel_state`."""
+    """The ranks of those groups of `CHECKED` that exist, in the collection or `parallel_state`."""
     if not has_groups(pg_collection):
         return {}
     ranks = {}
@@ -102,8 +101,8 @@ def group_ranks(pg_collection: Any | None) -> RanksOfGroups:
 
 
 def group_problems(config: Any, ranks: RanksOfGroups) -> list[str]:
-    """Groups that contradict the model config, or are not of one grid of ranks. Without these
-    checks training would run with different weights on ranks of other axes."""
+    """Problems of groups that contradict the model config, or are not of one grid of ranks. With
+    such groups training would run, with different weights on ranks that should have the same."""
     if not is_on(config, "num_moe_experts"):
         ranks = {name: found for name, found in ranks.items() if name not in ONLY_WITH_EXPERTS}
     return [
@@ -151,8 +150,8 @@ def _outside_data_parallel(ranks: RanksOfGroups) -> Iterator[str]:
 
 
 def _unlike_dense_ranks(ranks: RanksOfGroups) -> Iterator[str]:
-    """A problem if tp x dp_cp and expt_tp x ep x expt_dp differ: both are the ranks of a pipeline
-    stage."""
+    """A problem if tp x dp_cp and expt_tp x ep x expt_dp differ: each is the number of ranks of a
+    pipeline stage."""
     dense = ("tp", "dp_cp")
     of_experts = ("expt_tp", "ep", "expt_dp")
     if not ranks.keys() >= {*dense, *of_experts}:
@@ -181,7 +180,7 @@ def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]
 
 
 def _compiled(module: nn.Module) -> Iterator[str]:
-    """The first module that is compiled, by the function or the method."""
+    """A problem of the first compiled module: by `torch.compile` or by the method `compile`."""
     for name, child in module.named_modules():
         by_function = isinstance(child, torch._dynamo.OptimizedModule)
         if by_function or child._compiled_call_impl is not None:
@@ -194,8 +193,11 @@ def _compiled(module: nn.Module) -> Iterator[str]:
 
 
 def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:
-    """Weights in formats that are not supported, or in none where gathers of them are asked for. A
-    pipeline stage may have layers in bf16 alone, so the model config counts too."""
+    """A problem of weights in a format that is not supported; or of a model without quantized
+    weights, if the DDP config asks for gathers of them.
+
+    A pipeline stage may have only layers in bf16. So the second is no problem if the model config
+    asks for quantized weights."""
     try:
         quantized = [one.fqns[0] for one in managed_params(module) if format_of(one) is not None]
     except (ValueError, NotImplementedError) as error:
@@ -224,8 +226,10 @@ def _experts_in_one_tensor(module: nn.Module) -> Iterator[str]:
 
 
 def _experts_marked_as_dense(module: nn.Module, config: Any) -> Iterator[str]:
-    """Up to 0.18 core marks the weights of experts (`allreduce=False`) by the expert-parallel size
-    alone, and later by the tensor-parallel sizes too."""
+    """A problem of experts' weights that core has marked as dense.
+
+    Core marks experts' weights by `allreduce=False`. Up to 0.18 only the expert-parallel size
+    decides this, later also the tensor-parallel sizes."""
     tensor = getattr(config, "tensor_model_parallel_size", None)
     expert_tensor = getattr(config, "expert_tensor_parallel_size", None)
     if expert_tensor == tensor or not is_on(config, "num_moe_experts"):
@@ -247,7 +251,8 @@ def _experts_marked_as_dense(module: nn.Module, config: Any) -> Iterator[str]:
 
 
 def _parts_that_return_biases(config: Any, ddp_config: Any) -> Iterator[str]:
-    """A bias that a unit returns is read when the unit is resharded."""
+    """A problem of experts that return their biases: core reads a bias after the unit of the
+    expert's part was resharded."""
     has_biases = is_on(config, "num_moe_experts") and is_on(config, "add_bias_linear")
     if has_biases and is_on(ddp_config, GATHER_PARTS):
         yield (
@@ -257,10 +262,11 @@ def _parts_that_return_biases(config: Any, ddp_config: Any) -> Iterator[str]:
 
 
 def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> Iterator[str]:
-    """Problems of gradient hooks on parameters whose module writes the gradient by itself, so that
-    autograd has none to call hooks with: they would get None, or not run. Running them on the
-    bucket was rejected: what they return takes the place of the gradient, which is on its way by
-    then."""
+    """Problems of gradient hooks on parameters whose module writes the gradient by itself. Autograd
+    has no gradient there: the hooks would get None, or not run.
+
+    Running them on the bucket was rejected: the result of a hook replaces the gradient, but the
+    gradient is already being reduced then."""
     for managed in managed_params(module):
         param = managed.param
         has_hooks = param._backward_hooks or param._post_accumulate_grad_hooks
@@ -274,7 +280,8 @@ def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> Iterator[str]:
 
 
 def _is_written_by_a_module(managed: ManagedParam) -> bool:
-    """A tied weight too: it is handed to the output layer, which marks it."""
+    """True if a module may write the gradient of this parameter by itself: a module that holds it,
+    or the output layer, which does not hold a tied weight but marks it."""
     param = managed.param
     if param.ndim != 2:
         return False

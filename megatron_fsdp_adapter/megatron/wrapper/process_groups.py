@@ -42,7 +42,7 @@ def _experts(**options: Any) -> Any:
 
 
 def _gathers() -> Any:
-    """Megatron-LM's --create-all-gather-group."""
+    """The dense group for gathers that Megatron-LM makes for --create-all-gather-group, or None."""
     if not core_api.has_separate_all_gather_group():
         return None
     return _dense(independent_all_gather=True)
@@ -71,7 +71,8 @@ def has_groups(pg_collection: Any) -> bool:
 
 
 def group_named(pg_collection: Any, name: str) -> dist.ProcessGroup | None:
-    """A group of the collection, or without one of `parallel_state`; None where there is none.
+    """A group of the collection, or of `parallel_state` if there is no collection; None if the
+    group does not exist.
 
     Attributes are read with `getattr`: megatron-core 0.16.1's class has no `dp_cp_ag` field but
     takes one by assignment, and fields that were never set do not exist.
@@ -91,12 +92,12 @@ def groups_of(pg_collection: Any) -> Groups:
 
 
 def read_groups(pg_collection: Any | None, instances: int, separate_gathers: bool) -> Groups:
-    """The groups by role: of the collection, or without one of `parallel_state`. ValueError when
-    there are none.
+    """The groups by role: of the collection, or of `parallel_state` if there is no collection.
+    ValueError if `parallel_state` has no groups either.
 
-    separate_gathers: those for gathers are made where there are none, collectively, and are given
-    to the collection, for the wrapper of the next model chunk. Megatron-LM's
-    --create-all-gather-group makes them by itself only until 0.17, and those of experts never.
+    separate_gathers: makes missing groups for gathers, which is collective. They are added to a
+    collection, so that the wrapper of the next model chunk finds them. Megatron-LM's
+    --create-all-gather-group makes such groups itself only until 0.17, and never those of experts.
     """
     if not has_groups(pg_collection):
         raise ValueError(
@@ -108,7 +109,7 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
             create_all_gather_groups(pg_collection)
         return groups_of(pg_collection)
     groups = groups_of(None)
-    if instances > 1:  # parallel_state's spans all of them
+    if instances > 1:  # parallel_state's gather group spans all instances
         groups["fsdp_group_ag"] = None
     if separate_gathers:
         for role, name in GATHER_SOURCES.items():
@@ -118,7 +119,7 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
 
 
 def _check_instances(groups: Groups, instances: int) -> None:
-    """The groups were made for as many optimizer instances as in the options."""
+    """ValueError if the groups were made for another number of optimizer instances."""
     roles = {"fsdp_group": "dp_group", "expt_fsdp_group": "expt_dp_group"}
     for shard_role, everyone_role in roles.items():
         shard = groups[shard_role]
@@ -138,6 +139,7 @@ def _check_instances(groups: Groups, instances: int) -> None:
 
 
 def _outer_group(groups: Groups, instances: int) -> dist.ProcessGroup | None:
+    """The group over optimizer instances; None for one instance. ValueError for a wrong size."""
     if instances == 1:
         return None
     outer = groups["outer_fsdp_group"]
@@ -187,7 +189,7 @@ def create_all_gather_groups(pg_collection: Any) -> Any:
 
     The new groups have the ranks of the groups that they mirror, in the same order. One that is
     there already is kept. Collective over the default process group, as every making of a group
-    is: a rank that has no part in the model calls it with an empty collection. (torch can make a
+    is. A rank that has no part in the model calls it with an empty collection. (torch can make a
     group among its members alone, but names it after how many groups each of them is in.)
 
     Raises:

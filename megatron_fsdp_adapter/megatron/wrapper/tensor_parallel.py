@@ -1,10 +1,12 @@
-"""Tensor-parallel cuts of a parameter, and the attributes that Megatron reads.
+"""The way in which tensor parallelism splits a parameter, and the attributes that Megatron reads.
 
-Most layers of core mark their parameters (`tensor_model_parallel`, `partition_dim`). Two kinds
-are known by the class of the module that owns the parameter: layers of core that were built
-without being initialized, which carry no marks; and layers of Transformer Engine, which mark every
-weight as cut along dim 0 unless they know of the cut, and they do not where core cuts the weights
-for them (experts) or where the weights are whole (`TELinear` without a parallel mode).
+Most layers of core mark their parameters (`tensor_model_parallel`, `partition_dim`). For two kinds
+of layers the class of the module that owns the parameter decides:
+
+- Layers of core that were built without being initialized have no marks.
+- Layers of Transformer Engine mark a weight as split along dim 0 unless they know better. They do
+  not where core splits the weights for them (experts), nor where the weights are whole (`TELinear`
+  without a parallel mode).
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ LAYERS: Mapping[str, tuple[str, str]] = {
     "TERowParallelGroupedLinear": (ROW, REPLICATED),
     "TELinear": (REPLICATED, REPLICATED),
 }
-"""Modes of a layer's `weight*` and `bias*`; whatever else it holds is replicated. By class name, so
-that Transformer Engine need not be there."""
+"""Class name of a layer -> modes of its `weight*` and `bias*`; its other parameters are replicated.
+Names are used because Transformer Engine may not be installed."""
 MARKS_TELL = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding")
-"""Layers whose parameters have attributes that are right where there are any."""
+"""Layers whose parameters' marks are right if there are any."""
 
 SPLIT_WITHOUT_MARKS = ("softmax_offset",)
-"""Parameters with a number for each attention head of this rank, which core does not mark. Taken
-for replicated ones, a checkpoint would hold one rank's."""
+"""Parameters with a number for each attention head of this rank, which core does not mark. If they
+were taken as replicated, a checkpoint would hold only one rank's numbers."""
 
 
 def _marked_mode(param: nn.Parameter) -> str | None:
-    """The mode in the attributes; None where there are none."""
+    """The mode that the marks show; None if there are no marks, or the dimension is unknown."""
     if not hasattr(param, "tensor_model_parallel"):
         return None
     if not param.tensor_model_parallel:
@@ -56,8 +58,9 @@ def _marked_mode(param: nn.Parameter) -> str | None:
 def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> str:
     """The mode of `param`, which is `owner`'s attribute `name`.
 
-    The nearest class of `owner` in `LAYERS` decides where the parameter is not marked or the
-    marks of such a layer do not show; what neither marks nor that table know is replicated.
+    Marks decide for layers of `MARKS_TELL` and for those that are not in `LAYERS`. A parameter of
+    `SPLIT_WITHOUT_MARKS` without marks is split. Otherwise the nearest class of `owner` in `LAYERS`
+    decides. Any other parameter is replicated.
     """
     names = (cls.__name__ for cls in type(owner).__mro__)
     layer = next((found for found in names if found in LAYERS), None)

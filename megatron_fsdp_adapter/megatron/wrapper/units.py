@@ -50,9 +50,10 @@ Modules = dict[str, nn.Module]
 
 
 def _has_tied_weight(module: nn.Module) -> bool:
-    """True if embedding and output layer use one parameter. With pipeline parallelism each stage
-    has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
-    embedding is called too."""
+    """True if embedding and output layer use the same parameter on this stage.
+
+    With pipeline parallelism each stage has a copy of its own, which is used once. On a last stage
+    that predicts further tokens (MTP) the embedding is called too."""
     for child in module.modules():
         if not is_on(child, "share_embeddings_and_output_weights"):
             continue
@@ -83,9 +84,12 @@ def _default_units(module: nn.Module) -> Modules:
 
 
 def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
-    """The modules of a layer's experts that are called by themselves: each of them where they run
-    one after the other, each linear layer of all of them where these are grouped, and all together
-    where Transformer Engine's operations read their weights without calling them."""
+    """The modules of a layer's experts that are units of their own:
+
+    - each expert, if experts run one after the other;
+    - each grouped linear layer, if experts are grouped;
+    - all experts together, if Transformer Engine's operations read their weights without calling
+      their modules."""
     one_by_one = getattr(experts, "local_experts", None)
     if isinstance(one_by_one, nn.ModuleList):
         return list(one_by_one)
@@ -95,7 +99,7 @@ def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
 
 
 def _with_parts_of_layers(module: nn.Module, units: Modules) -> Modules:
-    """`units` and parts of experts, in module order."""
+    """The `units` and also parts of experts, in the order of modules."""
     wanted = set(map(id, units.values()))
     for layer in module.modules():
         if isinstance(layer, BaseMoELayer):
@@ -106,8 +110,8 @@ def _with_parts_of_layers(module: nn.Module, units: Modules) -> Modules:
 def chosen_units(
     module: nn.Module, unit_classes: Sequence[type[nn.Module] | str] | None, parts: bool = False
 ) -> Modules:
-    """The units, by default or of the classes the user names. parts: by default parts of experts
-    too, inside their layers."""
+    """The units: the default ones, or modules of the classes that the user names. parts: by default
+    parts of experts are units too, inside of their layers."""
     if unit_classes is None:
         units = _default_units(module)
         return _with_parts_of_layers(module, units) if parts else units
@@ -116,8 +120,8 @@ def chosen_units(
 
 
 def plan_units(given: Arguments, units: Modules, engine_config: EngineConfig) -> list[UnitPlan]:
-    """Plans the unit and group of each parameter, and how its gradient is written. Parameters are
-    marked with how tensor parallelism cuts them.
+    """The plan of the units: the group of each parameter, and how its gradient is written. Marks
+    each parameter with the way in which tensor parallelism splits it.
 
     ValueError: a module whose fused weight gradients cannot be used.
     """
@@ -144,9 +148,11 @@ def with_unsharded_units(
     domains: Domains,
     budget: int,
 ) -> tuple[list[UnitPlan], UnshardedUnits]:
-    """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
-    are. Modules that write weight gradients by themselves write into kept ones where gradients
-    are: in those units, and of domains that are whole anyway, on which the budget is not spent."""
+    """The `plans`, changed so that some units stay unsharded over a step, for `budget` bytes; and
+    which units these are.
+
+    The budget is not spent on domains that stay whole anyway. Where gradients stay unsharded,
+    modules write weight gradients into kept buckets, so `writer` is determined again there."""
     plans = laid_out(plans, domains, engine_config)
     layouts = [
         [layout for key, layout in plan.layouts.items() if key.domain not in engine_config.whole]
@@ -173,7 +179,8 @@ def with_unsharded_units(
 def _observer(
     given: Arguments, engine_config: EngineConfig
 ) -> Callable[[nn.Module, torch.dtype, bool], Observed] | None:
-    """Looks at what fused modules write their gradients into; None without fusion."""
+    """A function that returns what a module does to `main_grad` under this config (`observed`);
+    None without fused gradients."""
     config = given.config
     if not asks_fusion(config):
         return None
