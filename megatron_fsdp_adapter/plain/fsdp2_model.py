@@ -33,7 +33,7 @@ from ..core.engine.partition import (
 from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
 from ..plan.module_problems import module_problems
-from ..plan.unit_grouping import joined
+from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_addresses
 from .building import trained_dtype
@@ -387,7 +387,7 @@ def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
             if not options.reshards:
                 plan = replace(plan, strategy=STRATEGIES["optim_grads"])
         if call in found:
-            plan = joined(found[call], plan)
+            plan = as_one_unit(found[call], plan)
         found[call] = plan
     return list(found.values())
 

@@ -129,6 +129,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")
     engines = _engines_of(_params_of(optimizer))
     rule = _rule_for(optimizer, engines)
+    # The user may read weights after a step without asking the engine.
     adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, readers_ask=False))
     optimizer._fsdp_engines = None, engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)

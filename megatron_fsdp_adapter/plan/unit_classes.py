@@ -84,8 +84,8 @@ def _why_not(module: nn.Module, one: Any) -> str:
         return f"{one!r} is neither a class nor the name of a class"
     name = _name(one)
     known = list(dict.fromkeys(kind.__name__ for kind in _classes_below(module)))
-    _, _, last = name.rpartition(".")
-    near = ", ".join(difflib.get_close_matches(last, known))
+    _, _, class_name = name.rpartition(".")
+    near = ", ".join(difflib.get_close_matches(class_name, known))
     hint = f" (near it: {near})" if near else ""
     return (
         f"no module of {type(module).__name__} is a {name}{hint}. Name a class that the model "

@@ -25,7 +25,7 @@ def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
     alone = _alone(plans)
     for plan in plans:
         if found and found[-1].numel < numel and _are_alike(found[-1], plan, alone):
-            plan = joined(found.pop(), plan)
+            plan = as_one_unit(found.pop(), plan)
         found.append(plan)
     return found
 
@@ -84,7 +84,7 @@ def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
     return one.backward_reads_weights == other.backward_reads_weights
 
 
-def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+def as_one_unit(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     """The plan of one unit with the parameters and modules of both; other settings are those of
     `one`."""
     groups = {key: list(managed) for key, managed in one.groups.items()}
