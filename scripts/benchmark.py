@@ -37,8 +37,8 @@ from lib.ranks import run_ranks
 
 from megatron_fsdp_adapter.tools.models.spec import flag
 
-# Defaults of a benchmark. A preset overrides the first, but not the second, because its learning
-# rate is for training with a warm-up and diverges on two batches. The command line overrides both.
+# Defaults of a benchmark. The command line overrides both. A preset overrides `DEFAULTS` only: its
+# learning rate is for training with a warm-up, and diverges on two batches.
 DEFAULTS = ("--train-iters=1", "--micro-batch-size=1")
 LEARNING = ("--lr=1e-5", "--min-lr=0", "--lr-warmup-iters=0")
 
@@ -77,11 +77,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 COUNTS = ("steps", "warmup", "repeats", "num_microbatches")
+"""Options that are numbers of repetitions, which a report records."""
 
 
 def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) -> argparse.Namespace:
-    """The parsed command line, with the derived `subjects`, `options` and `machine`, and `rest`,
-    the words passed on to the processes of a row. machine: default: that of this process.
+    """The parsed command line. `subjects`, `options` and `machine` are derived from it; `rest` is
+    the words that are passed on to the processes of a row. machine: default: that of this process.
 
     Raises ValueError or FileNotFoundError for invalid input.
     """
@@ -116,8 +117,9 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def common_options(options: Options, num_microbatches: int, machine: Machine) -> Options:
-    """The options of the model and the step. Options of data, logs and checkpoints are removed, and
-    those that would make wrappers train differently (dropout) or wait for the host."""
+    """The options of the model and the step, common to all wrappers. Options of data, logs and
+    checkpoints have neutral values; so do those that make wrappers train differently (dropout) or
+    wait for the host."""
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,
@@ -171,8 +173,8 @@ def measure(given: argparse.Namespace) -> bool:
 
 
 def measure_apart(given: argparse.Namespace) -> bool:
-    """Measures each wrapper in separate processes, one after the other. Rows share no rounds, so
-    ratios are of medians. Returns True if all were measured and trained alike."""
+    """Measures each wrapper in separate processes, one after the other. Returns True if all were
+    measured and trained alike. Rows share no rounds, so ratios are of medians."""
     from lib import bench_report
     from lib.bench_measure import Result, reason
     from lib.bench_wrappers import row_options
@@ -201,6 +203,7 @@ def measure_apart(given: argparse.Namespace) -> bool:
             found = bench_report.from_plain(row)
         results.append(found)
         print(f"{subject.name}: {found.error or 'measured'}", file=sys.stderr, flush=True)
+    # In place of the floor that each row measured itself: the median of the floor's own row.
     floors = {one.subject: median(one.seconds) for one in results if one.error is None}
     for one in results:
         base = floors.get(one.subject.floor)
@@ -216,7 +219,8 @@ def measure_apart(given: argparse.Namespace) -> bool:
 
 
 def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
-    """The row of an earlier call with the same options, or None."""
+    """The row that an earlier call with the same settings wrote to `numbers`; None if none did,
+    or it has an error."""
     if not numbers.is_file():
         return None
     content = json.loads(numbers.read_text())
@@ -228,7 +232,7 @@ def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
 
 
 def title(given: argparse.Namespace) -> str:
-    """A title of the measurement in two lines."""
+    """A title of the measurement: an empty line, then two lines."""
     options = given.options
     mlp = f"ffn {options.ffn_hidden_size}"
     if options.num_experts is not None:
@@ -248,8 +252,8 @@ def title(given: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0; 1 if a wrapper trained differently, or, with --ranks, was not measured; 2 for
-    invalid options."""
+    """Measures and prints. Returns 0; 1 if a wrapper trained differently, or, with --ranks, was not
+    measured; 2 for invalid options."""
     try:
         given = parse_arguments(arguments)
     except (ValueError, FileNotFoundError) as error:

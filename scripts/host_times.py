@@ -23,7 +23,7 @@ from tests.lib.engine.small_model import Setup, make_net, microbatch
 
 
 def processor_time(step: Callable[[], None], steps: int) -> float:
-    """Median seconds of this thread in `step`, after two untimed calls."""
+    """Median seconds of this thread in a call of `step`, after two calls that do not count."""
     samples = []
     for _ in range(steps + 2):
         begin = time.thread_time()

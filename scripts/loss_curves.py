@@ -28,8 +28,9 @@ from lib.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "ours:optim_grads_params"
+"""The wrapper that is the reference, in bf16."""
 LAST = 20
-"""The reference, in bf16; number of last steps whose losses are averaged."""
+"""Number of last steps whose losses are averaged."""
 _OF_BF16 = f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3"
 _OF_FP8 = [f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES]
 SETS = {
@@ -37,7 +38,7 @@ SETS = {
     "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
 }
 Log = dict[int, dict[str, Any]]
-"""Iteration -> its log."""
+"""Iteration -> its numbers by name."""
 
 
 def read_log(path: Path) -> Log:
@@ -89,8 +90,8 @@ def draw(logs: Mapping[str, Log], path: Path) -> None:
 
 
 def parse_runs(text: str) -> dict[str, tuple[Subject, int]]:
-    """Parses "ours:optim@bf16#1,ddp@fp8w_delayed#1". Raises a ValueError that names invalid
-    parts."""
+    """Parses runs as in "ours:optim@bf16#1,ddp@fp8w_delayed#1", or the name of a set; returns name
+    -> wrapper and seed. Raises a ValueError that names the first invalid one."""
     runs = {}
     for name in SETS.get(text, text).split(","):
         wrapper, _, seed = name.partition("#")
@@ -106,7 +107,7 @@ def parse_runs(text: str) -> dict[str, tuple[Subject, int]]:
 
 
 def words_of(subject: Subject, seed: int) -> list[str]:
-    """Flags of pretrain_gpt.py that select it."""
+    """Flags of pretrain_gpt.py that select a wrapper and a seed."""
     options = {
         "use_megatron_fsdp": subject.is_ours,
         "seed": seed,
@@ -127,8 +128,8 @@ def words_of(subject: Subject, seed: int) -> list[str]:
 
 
 def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
-    """A line for each run, and True if no run differs from the reference with its seed by more than
-    the reference's seeds differ."""
+    """The table, a line for each run, and True if all are within the spread: no run differs from
+    the reference of its seed by more than the reference's seeds differ among themselves."""
     finals = {name: _final_loss(log) for name, log in logs.items()}
     bases = {name: final for name, final in finals.items() if name.startswith(f"{OURS}@bf16#")}
     spread = max(bases.values(), default=0.0) - min(bases.values(), default=0.0)
@@ -159,8 +160,9 @@ def _final_loss(log: Log) -> float:
 
 
 def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log], int]:
-    """Trains the runs; returns their logs, and 0, or 1 if a run failed or differs by more than the
-    spread of seeds. Raises ValueError if there is no text."""
+    """Trains the runs, and prints and writes the table. Returns the logs, and 0, or 1 if a run
+    failed or differs by more than the spread of seeds. Raises ValueError for invalid runs, or if
+    the text cannot be written."""
     runs = parse_runs(given.runs)
     prefix = given.out / "data" / "text"
     text = ["--output-prefix", str(prefix), "--max-bytes", "20000000"]
@@ -209,7 +211,7 @@ def compare(first: Log, second: Log) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0; 1 if a run differs or failed; 2 for invalid options."""
+    """Compares or trains. Returns 0; 1 if a run differs or failed; 2 for invalid options."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         allow_abbrev=False,

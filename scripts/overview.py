@@ -27,7 +27,7 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "overview",
 }
-"""Text stays text, and the same table gives the same file."""
+"""Settings of matplotlib. With them text stays text, and the same table gives the same file."""
 
 
 def bars(axes: Axes, title: str, values: list[float]) -> None:
@@ -71,7 +71,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draws the picture."""
+    """Draws the picture. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--table", type=Path, default=DOCS / "overview.yaml", help="the numbers")
     parser.add_argument("--out", type=Path, default=DOCS / "overview.svg", help="SVG or PNG")

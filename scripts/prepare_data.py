@@ -30,10 +30,10 @@ SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", ".git")
 
 
 def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
-    """The bytes of each matching text file, in the order of paths, without other packages and
-    caches. Empty files and files with a zero byte are skipped.
+    """The bytes of each matching text file, in the order of paths.
 
-    Stops before the document that would exceed `max_bytes`.
+    Files in `SKIPPED_FOLDERS`, empty files, and files with a zero byte are skipped. Ends before the
+    document that would exceed `max_bytes`.
     """
     total = 0
     for path in sorted(corpus.input.rglob(corpus.pattern)):
@@ -50,7 +50,7 @@ def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
 
 
 def split_of(number: int, valid_share: float) -> str:
-    """The split of document `number`: every (1/share)-th document is for validation."""
+    """The split of document `number`: every (1 / `valid_share`)-th document is for validation."""
     before = int(number * valid_share)
     after = int((number + 1) * valid_share)
     return "valid" if after > before else "train"
@@ -61,6 +61,7 @@ def _temporary(prefix: Path, ending: str) -> Path:
 
 
 def _require_writable(prefix: Path) -> None:
+    """Makes the folder of the prefix. Raises ValueError if it cannot be written to."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         probe = _temporary(prefix, "")
@@ -73,8 +74,8 @@ def _require_writable(prefix: Path) -> None:
 
 
 def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
-    """Writes both splits under temporary names, then renames them. Returns prefix -> documents and
-    tokens (including ends of documents).
+    """Writes both splits under temporary names, then renames them. Returns prefix -> number of
+    documents, and of tokens (ends of documents included).
 
     A crash leaves only files that end in ``.unfinished``; earlier data stays as it was. Raises
     ValueError if a split would be empty, or if the folder cannot be written to.
@@ -118,6 +119,7 @@ def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
 
 
 def _require_documents(corpus: argparse.Namespace, counts: Mapping[Path, int]) -> None:
+    """Raises ValueError if a split has no document."""
     empty = [path.name for path, count in counts.items() if count == 0]
     total = sum(counts.values())
     if total == 0:
@@ -153,7 +155,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0, or 2 for invalid input."""
+    """Writes the data and prints a summary. Returns 0, or 2 for invalid input."""
     given = parse(arguments)
     given.pattern = given.pattern or ("*" if given.input else "*.py")
     given.input = given.input or Path(sysconfig.get_path("stdlib"))

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 8 scripts/pretrain_bridge.py --recipe llama32_1b_pretrain_config \
         --config-file configs/bridge-fsdp.yaml train.train_iters=100 checkpoint.save=checkpoints
 
-Only the last call, `apply_fsdp_overrides`, is specific to this package. The rest is as in any
-script for Megatron-Bridge: a recipe, overrides from a YAML file, overrides from the command line
+Only the call of `apply_fsdp_overrides` is specific to this package. The rest is as in any script
+for Megatron-Bridge: a recipe, overrides from a YAML file, overrides from the command line
 (`section.field=value`), `pretrain`.
 """
 
@@ -22,7 +22,7 @@ from megatron_fsdp_adapter import apply_fsdp_overrides
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parses the script's options; all other words are overrides of the recipe."""
+    """The parser of the script's options. All other words are overrides of the recipe."""
     result = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     result.add_argument("--recipe", required=True, help="a function of megatron.bridge.recipes")
     result.add_argument("--config-file", help="YAML file of overrides")

@@ -1,6 +1,6 @@
 """Trains a GPT on megatron-core, with this package's FullyShardedDataParallel or with stock DDP.
 
-    python scripts/pretrain_gpt.py --config configs/cpu-tiny.yaml --data-path data/stdlib_train
+    python scripts/pretrain_gpt.py --config configs/cpu-tiny.yaml --mock-data --eval-iters 0
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --config FILE --use-megatron-fsdp
 
 Flags have Megatron's names; ``--help`` lists them. Runs on GPUs with NCCL and on a CPU with gloo,
@@ -47,6 +47,7 @@ def run(options: Options, lines: Sequence[str]) -> None:
 
 
 def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[str]) -> None:
+    """Prints the lines, then one about the run: parameters, wrapper, ranks, layers, batch."""
     if options.use_megatron_fsdp:
         wrapper = f"Megatron FSDP, {options.data_parallel_sharding_strategy}"
     elif options.use_distributed_optimizer:
@@ -67,7 +68,7 @@ def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0, or 2 for invalid options (printed by the first rank)."""
+    """Trains. Returns 0, or 2 for invalid options, which the first rank prints."""
     try:
         options, lines = validated(parse(arguments), this_machine())
     except (ValueError, FileNotFoundError) as error:

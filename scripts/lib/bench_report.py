@@ -21,8 +21,8 @@ from lib.data import padded_vocab_size
 from lib.options import Options
 
 TOLERANCE = {True: 2e-2, False: 1e-4}
-"""Maximum deviations of a loss relative to the first loss: in bf16, and in fp32. They also apply to
-the gradient norm of the first step, which all wrappers compute from equal weights."""
+"""Largest allowed deviation of a loss, relative to the first loss, with bf16 and without. It also
+applies to the gradient norm of the first step, which all wrappers compute from equal weights."""
 
 
 Spread = tuple[float, float, float, float, float]
@@ -30,23 +30,23 @@ Spread = tuple[float, float, float, float, float]
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Quartiles interpolate linearly between samples."""
+    """The spread of samples. Quartiles are interpolated linearly between samples."""
     more = samples if len(samples) > 1 else [*samples, *samples]
     low, middle, high = statistics.quantiles(more, n=4, method="inclusive")
     return min(samples), low, middle, high, max(samples)
 
 
 def ratio(samples: Sequence[float], base: Sequence[float]) -> float | None:
-    """Median of sample over base of the same round; None without a base."""
+    """The median over rounds of sample divided by base; None without a base."""
     if not base:
         return None
     return statistics.median([mine / other for mine, other in zip(samples, base, strict=True)])
 
 
 Deviation = tuple[float, float | None]
-"""Largest distances from the reference wrapper: of the loss over all common steps, in parts of the
-first loss (later losses are near zero), and of the gradient norm at the first step (None if there
-is none)."""
+"""Distances from the reference wrapper: the largest of the loss over all common steps, relative to
+the first loss, because later ones are near zero; and that of the gradient norm of the first step,
+None if there is none."""
 
 
 def deviation(result: Result, reference: Result) -> Deviation:
@@ -67,8 +67,8 @@ def deviation(result: Result, reference: Result) -> Deviation:
 
 def flops_per_token(options: Options) -> int:
     """FLOPs of forward and backward for one token: 6 for each GEMM weight, and causal attention,
-    half of the score matrix. Of experts, those that a token uses, and the router. Recomputation is
-    not counted."""
+    half of the score matrix. The experts that a token uses and the router count; recomputation does
+    not."""
     width = options.hidden_size
     heads = options.num_attention_heads
     ffn = options.ffn_hidden_size
@@ -85,9 +85,9 @@ def flops_per_token(options: Options) -> int:
 
 
 Row = dict[str, Any]
-"""A result as JSON values. If it ran, also `time` (a `Spread`, seconds), ratios to the floor and to
-DDP, medians over rounds (`over_floor`, `over_ddp`), `tokens_per_second`, `flops_per_second`,
-`deviation`, and `flag`, True if the wrapper trained differently."""
+"""A result as JSON values, with `flag`: True if the wrapper trained differently. If it ran, also
+`time` (a `Spread`, seconds), the ratios to the floor and to DDP (`over_floor`, `over_ddp`, medians
+over rounds), `tokens_per_second`, `flops_per_second` and `deviation`."""
 
 
 def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[Row]:
@@ -117,7 +117,8 @@ def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[
 def _references(
     results: Sequence[Result], precision: str | None
 ) -> tuple[Result | None, Result | None]:
-    """DDP in a precision, if it ran; and it, else the first that trained in it."""
+    """The results to compare with in a precision: DDP's if it ran, else None; and DDP's, else that
+    of the first wrapper that trained."""
     first = None
     for one in results:
         subject = one.subject
@@ -130,14 +131,15 @@ def _references(
 
 
 def _is_beyond(apart: Deviation | None, limit: float) -> bool:
+    """True if the loss or the norm deviates by more than the limit."""
     if apart is None:
         return False
     return any(one is not None and not one <= limit for one in apart)  # not-a-number is beyond, too
 
 
 def _over(result: Result, ddp: Result | None, isolated: bool) -> float | None:
-    """The ratio of two results, by round if they ran in the same rounds, else by ratios to the
-    floor."""
+    """The ratio of a result to DDP's: by round if they ran in the same rounds, else that of their
+    ratios to their floors, or of their medians without these; None without DDP."""
     if ddp is None:
         return None
     if not isolated or result is ddp:
@@ -153,7 +155,8 @@ HEAD = (
     "wrapper", "ms/step", "min p25 p75 max", "x floor", "x ddp", "tok/s/rank", "TFLOP/s",
     "held GiB", "peak GiB", "reserved GiB", "host ms", "loss/norm off",
 )  # fmt: skip
-"""`host ms`: on a GPU, launch time of forward and backward + the optimizer; else processor time."""
+"""`host ms`: on a GPU, the launch times of forward and backward, and of the optimizer; else the
+processor time of a step."""
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -163,6 +166,7 @@ def _number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    """The cells of a row that was measured, in the order of `HEAD`."""
     low, quarter, middle, three_quarters, high = (f"{1e3 * one:.1f}" for one in row["time"])
     host = row["host"] or [statistics.median(row["cpu_seconds"])]
     off = "-"
@@ -210,7 +214,7 @@ def table_text(table: Sequence[Row]) -> str:
 def write_json(
     path: Path, table: Sequence[Row], settings: Mapping[str, Any], device: torch.device
 ) -> None:
-    """The report as JSON text. settings: plain values common to the rows of a table."""
+    """Writes the report as JSON. settings: plain values common to the rows of a table."""
     name = platform.processor()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -221,7 +225,7 @@ def write_json(
 
 
 def from_plain(row: Row) -> Result:
-    """The result of a row."""
+    """The `Result` of a row that was read from JSON."""
     values = {item.name: row[item.name] for item in dataclasses.fields(Result)}
     values["subject"] = parse_subjects(row["subject"])[0]
     return Result(**values)

@@ -22,8 +22,10 @@ LAYERS = "layers"
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of `KINDS`: its strategies, those that its bare name stands for, the options that
-    select it, and the captured part (`STEP`, `LAYERS` or none)."""
+    """A row of `KINDS`.
+
+    strategies: those that it supports; default: those that its bare name stands for; options: those
+    that select it; captures: the part captured in CUDA graphs, `STEP`, `LAYERS` or none ("")."""
 
     meaning: str
     strategies: tuple[str, ...] = ()
@@ -76,13 +78,16 @@ PRECISIONS = ("bf16", *(f"{kind}_{recipe}" for kind in ("fp8", "fp8w") for recip
 """Suffixes of a name, after `@`: bf16 GEMMs; FP8 GEMMs of bf16, or of FP8, weights."""
 
 DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
+"""Kinds that are measured without --wrappers."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None,
-    `precision` one of `PRECISIONS`, or None for the run's options; `budget` is GiB for units that
-    stay unsharded over a step, or "auto"."""
+    """One wrapper that is measured.
+
+    kind: a key of `KINDS`; strategy: one of its strategies, or None if it has none; precision: one
+    of `PRECISIONS`, or None for that of the run's options; budget: GiB for units that stay
+    unsharded over a step, or "auto"."""
 
     kind: str
     strategy: str | None = None
@@ -139,8 +144,9 @@ class Subject:
 
 
 def parse_subjects(text: str) -> list[Subject]:
-    """Parses "floor,ddp,ours:optim+4@fp8w_delayed": names, or kinds that stand for several; each
-    once, in order. Raises a ValueError that lists the known ones."""
+    """Parses names as in "floor,ddp,ours:optim+4@fp8w_delayed". A kind alone stands for its default
+    strategies. Each subject is returned once, in order. Raises a ValueError that lists the known
+    ones."""
     subjects: list[Subject] = []
     for part in map(str.strip, text.split(",")):
         if not part:
@@ -152,8 +158,8 @@ def parse_subjects(text: str) -> list[Subject]:
         strange = known is None or (strategy and strategy not in known.strategies)
         strange = strange or (precision and precision not in PRECISIONS)
         if budget:
-            is_one = budget == AUTO or budget.replace(".", "", 1).isdigit()
-            strange = strange or kind[:4] != "ours" or not is_one
+            is_budget = budget == AUTO or budget.replace(".", "", 1).isdigit()
+            strange = strange or kind[:4] != "ours" or not is_budget
         if known is None or strange:
             raise ValueError(f"--wrappers {text}: {part!r} is unknown. Use {_known()}")
         chosen = (strategy,) if strategy else known.default or (None,)

@@ -31,13 +31,13 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def beyond(spans: Sequence[Span], covered: Sequence[Span]) -> float:
-    """The length of `spans` outside `covered`, both disjoint."""
+    """The length of `spans` outside `covered`. Each of the two is disjoint in itself."""
     return length(merged([*spans, *covered])) - length(covered)
 
 
 def kind_of(name: str) -> str | None:
-    """The collective of a kernel: "other" if its name does not show it, None if it is none. Copies
-    between GPUs are all-gathers on copy engines."""
+    """The kind of collective of a kernel: "other" if its name does not show the kind, None if it is
+    no collective. Copies between GPUs count as all-gathers, which copy engines run."""
     kernel = name.lower()
     if "ptop" in kernel:
         return COLLECTIVES[0]
@@ -50,12 +50,16 @@ def kind_of(name: str) -> str | None:
 
 
 def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds from the first device event to the last, in a trace of torch.profiler.
+    """Milliseconds by purpose, from the first device event to the last of a torch.profiler trace.
 
-    `span` is `compute` (a kernel or copy that is no collective ran) + `exposed` (a collective ran
-    and no compute did; also by kind, where two kinds at once count for both) + `idle`. `beside`:
-    collectives beside compute. `together`: gathers and reductions at once. ValueError without
-    events of a GPU.
+    span: all of it, the sum of the next three;
+    compute: a kernel or copy that is no collective ran;
+    exposed: a collective ran, and no compute; also by kind, where two kinds at once count for both;
+    idle: nothing ran;
+    beside: collectives ran beside compute;
+    together: gathers and reductions ran at once.
+
+    Raises ValueError without events of a GPU.
     """
     spans: dict[str | None, list[Span]] = {None: []}
     for event in events:

@@ -57,8 +57,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-# Options that RNG states depend on: there is one state per rank, and dropout under tensor
-# parallelism differs between ranks.
+# Options that a rank's RNG state depends on. Each rank has its own, because under tensor
+# parallelism ranks drop out different elements.
 _PLACES = (
     "tensor_model_parallel_size",
     "expert_model_parallel_size",
@@ -69,6 +69,7 @@ _PLACES = (
 def _state(
     trainee: Trainee, progress: Progress, options: Options, is_loading: bool = False
 ) -> dict[str, Any]:
+    """The state of a run, to be saved, or to be filled by a load."""
     return {
         **training_state([trainee.model], trainee.optimizer, is_loading),
         "rng_state": PerRank(random_states()),
@@ -87,9 +88,9 @@ def save(trainee: Trainee, progress: Progress, options: Options) -> None:
 
 
 def begins(options: Options) -> bool:
-    """True if the run starts from its beginning: there is nothing to load, or --load is the folder
-    of --save, where nothing was saved yet. So the command that a launcher starts again, after a
-    failure, is the first one. Collective: nodes may see a shared folder at different times."""
+    """True if the run starts from its beginning: without --load, or if --load is the folder of
+    --save and nothing was saved there yet. So a launcher can start the same command again after a
+    failure. Collective: nodes may see files of a shared folder at different times."""
     if options.load is None:
         return True
     if options.load != options.save:
@@ -101,9 +102,10 @@ def begins(options: Options) -> bool:
 
 
 def load(trainee: Trainee, options: Options) -> Progress:
-    """Restores model, optimizer, schedule and generators from --load, of any number of ranks and
-    any split of the model. Generators are restored if number of ranks and split are equal, else
-    keep their seeds. Collective.
+    """Restores model, optimizer and schedule from --load; returns the progress. Collective.
+
+    The checkpoint may be of any number of ranks and any split of the model. Random generators are
+    restored if both are those of this run; else they keep this run's seeds.
 
     Raises FileNotFoundError if there is no complete checkpoint.
     """

@@ -1,8 +1,7 @@
 """Token data: core's GPTDataset, and an order of samples that depends only on the sample count.
 
-Sample k of a run is the same whatever the number of ranks, and whether or not the run was
-interrupted: batch n of data-parallel rank r is a slice of the dataset computed from the number of
-samples consumed so far.
+Sample k of a run is the same for any number of ranks, and after a resume. The number of samples
+consumed so far determines the slice of the dataset that is a rank's next batch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 def vocabulary(options: Options) -> SimpleNamespace:
     """The tokenizer of GPTDataset: 256 bytes, or --vocab-size ids, and an end of document.
 
-    Data is tokenized before training, so it does not read text. `pad` is not an id of any text.
+    It cannot read text: data is tokenized before training. `pad` is not an id of any text.
     """
     tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
     names = {"class": options.tokenizer_type, "tokens": tokens}
@@ -83,11 +82,11 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """A batch sampler: indices of this rank's microbatches, from `consumed` on, without end.
+    """A batch sampler: indices of this rank's microbatches, from sample `consumed` on, without end.
 
-    A global batch of B samples on d ranks with microbatches of b takes samples n*B .. n*B+B-1;
-    its microbatch i on rank r is the b samples from n*B + (i*d + r)*b on. The dataset is read
-    from its beginning again when it ends.
+    Global batch n of B samples is the samples n*B to n*B + B - 1. On d ranks, with microbatches of
+    b samples, microbatch i of rank r begins at sample n*B + (i*d + r)*b. After its end the dataset
+    is read from the beginning again.
     """
 
     length: int

@@ -43,7 +43,7 @@ EXPERTS = (
     "moe_aux_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion",
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
 )  # fmt: skip
-"""Core warns about, or rejects, some of them without experts."""
+"""Fields for experts. Without experts core warns about some of them, and rejects others."""
 FP8 = ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo")
 OPTIMIZER = (
     "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
@@ -60,7 +60,7 @@ FSDP = (
     "suggested_communication_unit_size", "chunked_optimizer_state_offload",
     "fsdp_unsharded_budget_gib", "megatron_fsdp_enable_fine_grained_param_gather",
 )  # fmt: skip
-"""Fields of the wrapper's DDP config that core's does not have."""
+"""Fields of our DDP config, set with --use-megatron-fsdp only."""
 FIELDS = (
     (TransformerConfig, (*MODEL, *EXPERTS, *FP8)),
     (OptimizerConfig, OPTIMIZER),
@@ -142,12 +142,14 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 def texts_of(config: type) -> dict[str, str]:
-    """The docstrings of a core config's fields, or our table's help."""
+    """Field of a config -> its description: the docstring behind it in core's source, or the help
+    of our table of options."""
     fields = dataclasses.fields(config)
     found = {one.name: one.metadata["help"] for one in fields if "help" in one.metadata}
     for one in reversed(config.__mro__[:-1]):
         if not one.__module__.startswith("megatron."):
             continue
+        # Python does not keep docstrings of fields, so they are read from the source.
         tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
         body = tree.body[0].body  # type: ignore[attr-defined]
         for item, text in itertools.pairwise(body):
@@ -190,14 +192,16 @@ def chosen(options: Options, names: Sequence[str]) -> dict[str, Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit."""
+    """A parser that raises ValueError for bad arguments, in place of printing its usage and
+    exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def form_of(hint: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
-    """(scalar type, choices, True if there may be several) of a field's type hint."""
+    """Type of one value, its choices or None, and True if there may be several values, by the type
+    hint of a field."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if hint == Gib:
             return gib, None, False
@@ -211,7 +215,7 @@ def form_of(hint: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One flag for each field of `Options`, and ``--config``."""
+    """The parser: a flag for each field of `Options`, and ``--config``."""
     parser = _Parser(
         description="Train a GPT on megatron-core, with this package's FSDP or with stock DDP.",
         allow_abbrev=False,
@@ -265,7 +269,8 @@ def read_preset(path: str) -> list[str]:
 
 
 def _is_of(scalar: type, value: object) -> bool:
-    """True if a value of YAML is one value of a flag, and a boolean only for a switch."""
+    """True if a value of YAML can be one value of a flag: a boolean for a switch, else a number or
+    text."""
     if isinstance(value, list | dict):
         return False
     return isinstance(value, bool) is (scalar is bool)
@@ -279,7 +284,8 @@ def _unknown(key: str, known: typing.Iterable[str]) -> str:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options of a command line; its preset, if any, is read first. Raises ValueError."""
+    """The options of a command line, which override those of its preset. Raises ValueError for bad
+    ones, and as `read_preset`."""
     parser = make_parser()
     given = parser.parse_args(arguments)
     if given.config is not None:
