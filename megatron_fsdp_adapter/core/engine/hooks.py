@@ -109,7 +109,7 @@ def _is_on_chosen_tensor() -> bool:
 
 
 def _accumulates(param: nn.Parameter) -> bool:
-    """True if the running backward, which is for chosen tensors, adds to this `.grad`."""
+    # The running backward is for chosen tensors.
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError as error:

@@ -142,7 +142,7 @@ class LaunchComparison:
         return rows[-1][2:] if rows else self._last.numbers
 
     def _compare(self, started: _Comparison, stage: int) -> list[Any]:
-        """Launches the comparison on communicator number `stage`; the first one makes the table."""
+        # On communicator number `stage`; the first stage makes the table.
         table = started.table
         if table is None:
             table = self._first_row(started)
