@@ -158,8 +158,11 @@ def _steps_in_steps(kind: type) -> bool:
 def end_step(optimizer: Any, *unused: Any) -> None:
     """Clears local gradients, and puts the DTensors back. Runs after each step, also after one that
     raised, and after a base class's step inside a subclass's."""
-    optimizer._fsdp_shards.clear_local_grads()
-    optimizer._fsdp_shards.leave(optimizer)
+    shards: LocalShards = optimizer._fsdp_shards
+    if shards.residency.updating_parts:
+        return  # a base class's step for one part: the next ones need their gradients
+    shards.clear_local_grads()
+    shards.leave(optimizer)
 
 
 def _ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ to the inner optimizer has its effect. Muon's rule: test_muon.py. In plain loops
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -16,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from tests.lib.gpt.checks import Step, check_run_bits, recorded_step
 from tests.lib.gpt.gather_full import plain_name
 from tests.lib.gpt.gpt import (
@@ -307,3 +310,29 @@ def test_what_is_done_to_the_inner_optimizer_has_its_effect(
     for clip in (0.0,) if "unclipped" in what else clips:
         found, expected = (_run(kind, clip, act, rank) for act in ALIKE[what])
         check_run_bits(found, expected, f"clip {clip}")
+
+
+class _Wraps(torch.optim.AdamW):
+    """An optimizer whose step calls the step of its base class, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+def test_a_step_inside_a_step_updates_every_unit_once(alone: None, offload: bool) -> None:
+    """With state in host memory each unit takes the base class's step, whose end must leave the
+    gradients of the units that follow."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    sharded = copy.deepcopy(plain)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    model = fully_shard_model(sharded, None, [nn.Linear], chunked_optimizer_state_offload=offload)
+    optimizer = fully_shard_optimizer(_Wraps(model.parameters(), lr=0.1))
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        for module, steps in ((plain, expected), (model, optimizer)):
+            module(x).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+        assert torch.equal(model(x), plain(x))
