@@ -242,7 +242,7 @@ def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
     Kinds that a unit holds only for a time exist for few units at once:
 
     - gathered weights: for the two largest units, and for the root through the whole pass;
-    - reduce buckets: for the two largest units, the root among them;
+    - reduce buckets: for the `MAX_BUCKETS` largest units, of all and the root;
     - staged optimizer state: for two neighbors in the order of updates, which starts at the root;
     - transposes: for one unit, as they go with its backward.
     """
@@ -400,7 +400,6 @@ def most_bytes(held: Bytes) -> int:
 
 
 def _largest(kind: str, units: Iterable[Bytes]) -> int:
-    """Bytes of a kind in the `UNITS_IN_USE` units that have most of it."""
     """Bytes of a kind in the largest of the units that have it at once."""
     count = MAX_BUCKETS if kind == REDUCE_BUCKET else UNITS_GATHERED
     sizes = sorted(unit.get(kind, 0) for unit in units)
