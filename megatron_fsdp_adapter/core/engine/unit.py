@@ -118,9 +118,8 @@ class Unit:
             _label(group, f"unit {self.name}")
 
     def find_direct(self) -> None:
-        """Looks again which groups have gradients that modules write into the bucket directly:
-        CUDA graphs of layers change that after construction."""
-        # Groups with gradients that modules write into the bucket by themselves.
+        # Groups with gradients that modules write into the bucket by themselves. CUDA graphs of
+        # layers change which these are, after construction.
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
 
     def _count_kept_grads(self) -> None:
