@@ -307,8 +307,7 @@ class ParamGroup:
             self.bucket.release()
 
     def _release_grads(self) -> None:
-        """Releases the bucket, and gradients that come and go. While an update may read the
-        gradients, those wait for `grads_were_read`."""
+        # Gradients that an update may read wait for `grads_were_read`.
         self.release_bucket()
         self._release_waits = self.is_read
         if self.is_read:
