@@ -44,14 +44,15 @@ def _row(entry: dict[str, Any]) -> str:
     """The line of a key."""
     shape = entry["shape"]
     size = size_text(entry["nbytes"])
-    extent = "object"
+    form = "object"
     if shape is not None:
-        extent = "x".join(map(str, shape)) or "scalar"
+        form = "x".join(map(str, shape)) or "scalar"
     pieces = ""
     if entry["pieces"] != 1:
         pieces = f"{entry['pieces']} chunks"
-    dtype = entry["dtype"] or ""
-    return f"  {entry['key']:<90} {extent:<18} {dtype:<9} {size:>10}  {pieces}".rstrip()
+    return (
+        f"  {entry['key']:<90} {form:<18} {entry['dtype'] or '':<9} {size:>10}  {pieces}".rstrip()
+    )
 
 
 def _lines(found: Report, keys: bool, match: str) -> Iterator[str]:
