@@ -241,8 +241,10 @@ class UserLoopEngine(FsdpEngine):
                         "register_post_accumulate_grad_hook, which runs when the reduced gradient "
                         "is in .grad"
                     )
-                unsharded = pair.unsharded.requires_grad
-                if unsharded is was_trained and pair.sharded.requires_grad is was_trained:
+                if (
+                    pair.unsharded.requires_grad is was_trained
+                    and pair.sharded.requires_grad is was_trained
+                ):
                     continue
                 if pair.grad is None:
                     raise RuntimeError(

@@ -242,7 +242,7 @@ def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
     Kinds that a unit holds only for a time exist for few units at once:
 
     - gathered weights: for the two largest units, and for the root through the whole pass;
-    - reduce buckets: for the `MAX_BUCKETS` largest units, of all and the root;
+    - reduce buckets: for the `MAX_BUCKETS` largest of all units, with the root;
     - staged optimizer state: for two neighbors in the order of updates, which starts at the root;
     - transposes: for one unit, as they go with its backward.
     """
