@@ -190,8 +190,9 @@ def _entry(folder: DcpFolder, key: str) -> Values:
         part = WEIGHTS  # torch_dist has no "model." in front
     if key.endswith(FP8_SCALING):
         part = OTHER
-    dtype = _short(tensor.dtype)
-    return _described(key, part, tensor.nbytes, tensor.shape, dtype, folder.pieces(key))
+    return _described(
+        key, part, tensor.nbytes, tensor.shape, _short(tensor.dtype), folder.pieces(key)
+    )
 
 
 def _described(

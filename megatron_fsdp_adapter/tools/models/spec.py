@@ -233,8 +233,7 @@ class ModelSpec:
         """Elements that autograd saves for a token in a layer with flash attention. width: of the
         MLP."""
         attention = 2 * self.query + self.key_value
-        mlp = (1 + self.gates) * width
-        return 4 * self.hidden_size + attention + mlp
+        return 4 * self.hidden_size + attention + (1 + self.gates) * width
 
     @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
     def step_flops(self, tokens: int) -> float:

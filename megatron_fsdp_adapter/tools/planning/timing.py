@@ -152,8 +152,7 @@ def _alone(one: Operation, machine: Machine, groups: NetworkGroups) -> float:
     """Seconds of an operation without others beside it."""
     if one.kind in COLLECTIVES:
         group = groups[one.group]
-        network = machine.network
-        seconds = collective_seconds(one.kind, one.amount, group, network, one.copy_engine)
+        seconds = collective_seconds(one.kind, one.amount, group, machine.network, one.copy_engine)
         return max(1e-9, seconds)
     return operation_seconds(one.kind, one.amount, machine.gpu, one.kernels)
 
