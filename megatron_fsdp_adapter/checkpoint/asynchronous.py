@@ -100,7 +100,8 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
-        # On a group of its own: the thread's collectives, and the exchanges of `save` and `start`.
+        # Not the training group. The thread and this class's methods use it in turn: a method waits
+        # for the running save first.
         self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # Host memory of the last copy, by path in the state.

@@ -224,11 +224,12 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
 
 
 def shows_meta(module: Any) -> bool:
-    """True if the model is not sharded and all its parameters are on the meta device. They are then
-    shown as DTensors.
+    """True if the model shows DTensors without memory in place of its parameters.
 
-    These DTensors have no memory, and torch's even split of rows for now: the final rows depend on
-    all units. When the model is sharded, the same objects become its sharded parameters.
+    It does so if it is not sharded and all its parameters are on the meta device: the first call
+    replaces them, and later calls change nothing. The DTensors have torch's even split of rows for
+    now: the final rows depend on all units. When the model is sharded, the same objects become its
+    sharded parameters.
     """
     root = root_of(module)
     model = mark_on(root).model
@@ -245,8 +246,8 @@ def shows_meta(module: Any) -> bool:
         like = param.detach().view(param.shape or (1,))  # a scalar is one row
         made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
         shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
-        shown._fsdp_plain = param
-        vars(param)["_fsdp_shown"] = shown
+        shown._fsdp_plain = param  # `unsharded_reads` puts it back
+        vars(param)["_fsdp_shown"] = shown  # `ManagedParam.shown_as` takes it when it is sharded
         for owner, name in one.slots:
             owner._parameters[name] = shown
     model.state = ON_META

@@ -180,17 +180,19 @@ class _Keys:
 
     @classmethod
     def of(cls, state: TrainingState, style: NameStyle) -> _Keys:
-        layers: dict[str, set[str]] = {}
+        names_by_layer: dict[str, set[str]] = {}
         experts = 0
         for name in state.weights:
             if match := _LAYER.fullmatch(name):
-                layers.setdefault(match[1], set()).add(match[2])
+                names_by_layer.setdefault(match[1], set()).add(match[2])
             if match := _COMMON_EXPERT.fullmatch(name):
                 experts = max(experts, 1 + int(match[2]))
-        different = {frozenset(names) for names in layers.values()}
+        kinds = {frozenset(names) for names in names_by_layer.values()}
+        # Core goes by the config: with a list, or more than 1, each layer has keys of its own, also
+        # if all layers have the same names.
         frequency = argument_of(state.rest, "moe_layer_freq", 1)
-        per_layer = len(different) > 1 or isinstance(frequency, (list, tuple)) or frequency > 1
-        return cls(style, moe_layers(state.weights), len(layers), experts, per_layer)
+        per_layer = len(kinds) > 1 or isinstance(frequency, (list, tuple)) or frequency > 1
+        return cls(style, moe_layers(state.weights), len(names_by_layer), experts, per_layer)
 
     def place(self, name: str) -> tuple[str, Shape, Shape]:
         """The key of the parameter `name` (common), its indices in the key's stack, and the sizes

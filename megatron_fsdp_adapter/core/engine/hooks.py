@@ -109,11 +109,13 @@ def _is_on_chosen_tensor() -> bool:
 
 
 def _accumulates(param: nn.Parameter) -> bool:
-    # The running backward is for chosen tensors.
+    # True if the running backward, which is limited to chosen tensors (`torch.autograd.grad`,
+    # `backward(inputs=...)`), accumulates into `param`.
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError as error:
-        # `torch.autograd.grad` returns the gradient of a chosen tensor and does not accumulate it.
+        # Torch does not answer for a parameter that `torch.autograd.grad` was asked for. Its
+        # gradient is returned, not accumulated.
         if "currently running autograd.grad()" not in str(error):
             raise
         return False
