@@ -33,6 +33,7 @@ CHECKS = (
     "megatron/optimizer/optimizer.py",
     "megatron/optimizer/clipping.py",
     "megatron/optimizer/optimizer_state.py",
+    "megatron/compat/table.py",
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
