@@ -1,13 +1,10 @@
 """The kernels of `e4m3`. Imported where they are used: Triton comes with torch's CUDA builds only.
 
-Sources and targets are addresses in a table. `multiple_of` passes on what is known of their
-alignment: nothing would be loaded in vectors without it. CAST: bytes are written. SIZE: amaxes are
-written.
+Sources and targets are addresses in a table. What is known of their alignment is passed with
+`multiple_of`, or nothing would be loaded in vectors.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -15,15 +12,10 @@ import triton.language as tl
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, CastTable
 
-STEP = 2048
-"""Elements of a chunk that are in registers at a time."""
-BAND = 16
-"""Rows of a block that are in registers at a time."""
-WARPS = 8
-WHOLE_WARPS = 8
-"""Warps of a program that has a whole block in registers. Tried were 1024 to 8192 elements, 16 to
-128 rows, and 4 or 8 warps: these are within 3% of the fastest in every pass, 4.4 to 4.7 TB/s
-(H200)."""
+STEP, BAND, WARPS, WHOLE_WARPS = 2048, 16, 8, 8
+"""Elements of a chunk, and rows of a block, that are in registers at a time; warps of a program,
+and of one that has a whole block in registers. Of 1024 to 8192 elements, 16 to 128 rows and 4 or 8
+warps these were within 3% of the fastest in every pass: 4.4 to 4.7 TB/s (H200)."""
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -38,25 +30,6 @@ def e4m3(x, MAX: tl.constexpr):
     inside = tl.minimum(tl.maximum(x, -MAX), MAX)
     byte = inside.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(x == x, byte, 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def _line(lines, work, WIDTH: tl.constexpr):
-    """The line of a program's weight in the table, and the program's number within the weight."""
-    program = work + 2 * tl.program_id(0)
-    return lines + tl.load(program) * WIDTH, tl.load(program + 1)
-
-
-@triton.jit
-def _address(place, DTYPE: tl.constexpr):
-    """The address that is at a place of a table, as a pointer."""
-    return tl.load(place).to(tl.pointer_type(DTYPE))
-
-
-@triton.jit
-def _read(pointers, inside, ROUNDED: tl.constexpr):
-    """Main weights, rounded to the nominal dtype."""
-    return tl.load(pointers, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
 
 
 @triton.jit
@@ -76,10 +49,12 @@ def _tensors(
     MAX: tl.constexpr,
     HINT: tl.constexpr,
 ):
-    line, number = _line(lines, work, 4)
+    program = tl.program_id(0)
+    line = lines + tl.load(work + 2 * program) * 4
+    number = tl.load(work + 2 * program + 1)
     index = tl.load(line)
     numel = tl.load(line + 1)
-    source = _address(line + 2, MAIN)
+    source = tl.load(line + 2).to(tl.pointer_type(MAIN))
     target = (base + tl.load(line + 3)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         numel = tl.multiple_of(numel, HINT)
@@ -92,7 +67,7 @@ def _tensors(
     for step in range(0, CHUNK, STEP):
         place = first + step + tl.arange(0, STEP)
         inside = place < numel
-        x = _read(source + place, inside, ROUNDED)
+        x = tl.load(source + place, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
         if SIZE:
             size = tl.maximum(size, size_of(x))
         if CAST:
@@ -111,8 +86,7 @@ def _scale_of(
 ):
     amax = tl.where(amax < epsilon, epsilon, amax)
     # `/` is rounded twice; TE divides as IEEE does.
-    largest_value = tl.zeros_like(amax) + MAX
-    scale = tl.minimum(tl.div_rn(largest_value, amax), LARGEST)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + MAX, amax), LARGEST)
     scale = tl.where((amax > 0) & (amax <= LARGEST), scale, 1.0)
     if POWERS:
         bits = scale.to(tl.int32, bitcast=True) & 0x7F800000
@@ -140,11 +114,13 @@ def _blocks(
     MAX: tl.constexpr,
     HINT: tl.constexpr,
 ):
-    line, number = _line(lines, work, 7)
+    program = tl.program_id(0)
+    line = lines + tl.load(work + 2 * program) * 7
+    number = tl.load(work + 2 * program + 1)
     start = tl.load(line + 2)
     rows = tl.load(line + 3)
     columns = tl.load(line + 4)
-    source = _address(line + 5, MAIN)
+    source = tl.load(line + 5).to(tl.pointer_type(MAIN))
     target = (base + tl.load(line + 6)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
@@ -161,15 +137,13 @@ def _blocks(
     for step in range(0, BLOCK, BAND):
         # Counted from this rank's first row, which may lie in the middle of a block.
         row = down * BLOCK + step + tl.arange(0, BAND) - start
-        is_row = (row >= 0) & (row < rows)
-        inside = is_row[:, None] & (column < columns)[None, :]
+        inside = ((row >= 0) & (row < rows))[:, None] & (column < columns)[None, :]
         offset = row[:, None] * columns + column[None, :]
-        x = _read(source + offset, inside, ROUNDED)
+        x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
         if SIZE:
             size = tl.maximum(size, size_of(x))
             if CAST:  # all of the block is here: BAND is BLOCK
-                amax = tl.max(tl.max(size, 1), 0)
-                scale = _scale_of(amax, epsilon, POWERS, LARGEST, MAX)
+                scale = _scale_of(tl.max(tl.max(size, 1), 0), epsilon, POWERS, LARGEST, MAX)
         if CAST:
             tl.store(target + offset, e4m3(x * scale, MAX), mask=inside)
     if SIZE:
@@ -181,8 +155,7 @@ def _exponent(amax, INVERSE: tl.constexpr):
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent = bits >> 23
     fraction = bits & 0x7FFFFF
-    is_above_least = (exponent != 0) | (fraction > 0x400000)  # 2**-127, which exponent 0 is
-    up = (fraction > 0) & (exponent != 0xFE) & is_above_least
+    up = (fraction > 0) & (exponent != 0xFE) & ((exponent != 0) | (fraction > 0x400000))
     return tl.minimum(exponent + up.to(tl.int32), 0xFE)
 
 
@@ -205,13 +178,15 @@ def _groups(
     HINT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    line, number = _line(lines, work, 6)
+    program = tl.program_id(0)
+    line = lines + tl.load(work + 2 * program) * 6
+    number = tl.load(work + 2 * program + 1)
     columns = tl.load(line)
-    source = _address(line + 1, MAIN)
-    by_row = _address(line + 2, tl.uint8)
-    by_column = _address(line + 3, tl.uint8)
-    row_scales = _address(line + 4, tl.uint8)
-    column_scales = _address(line + 5, tl.uint8)
+    source = tl.load(line + 1).to(tl.pointer_type(MAIN))
+    by_row = tl.load(line + 2).to(tl.pointer_type(tl.uint8))
+    by_column = tl.load(line + 3).to(tl.pointer_type(tl.uint8))
+    row_scales = tl.load(line + 4).to(tl.pointer_type(tl.uint8))
+    column_scales = tl.load(line + 5).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
         source = tl.multiple_of(source, HINT)
@@ -222,32 +197,29 @@ def _groups(
     right = number % across
     row = down * GROUP + tl.arange(0, GROUP)
     column = right * BLOCK + tl.arange(0, BLOCK)
-    band = down.to(tl.int64)
-    long_row = row.to(tl.int64)[:, None]
-    offset = long_row * columns + column[None, :]
-    is_row = (row >= 0)[:, None]
-    is_column = column < columns
-    inside = is_column[None, :] & is_row
-    x = _read(source + offset, inside, ROUNDED)
+    offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = (column < columns)[None, :] & (row >= 0)[:, None]
+    x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
     size = size_of(x)
 
     exponent = _exponent(tl.max(size, 0), INVERSE)
-    place = band * columns + column
-    tl.store(column_scales + place, exponent.to(tl.uint8), mask=is_column)
-    byte = e4m3(x * _power(exponent)[None, :], MAX)
-    tl.store(by_column + offset, byte, mask=inside)
+    tl.store(
+        column_scales + down.to(tl.int64) * columns + column,
+        exponent.to(tl.uint8),
+        mask=column < columns,
+    )
+    tl.store(by_column + offset, e4m3(x * _power(exponent)[None, :], MAX), mask=inside)
 
     EACH: tl.constexpr = BLOCK // GROUP
-    groups = tl.reshape(size, (GROUP, EACH, GROUP))
-    exponents = _exponent(tl.max(groups, 2), INVERSE)
+    exponents = _exponent(tl.max(tl.reshape(size, (GROUP, EACH, GROUP)), 2), INVERSE)
     part = right * EACH + tl.arange(0, EACH)
-    parts = columns // GROUP
-    place = long_row * parts + part[None, :]
-    is_part = (part < parts)[None, :] & is_row
-    tl.store(row_scales + place, exponents.to(tl.uint8), mask=is_part)
+    tl.store(
+        row_scales + row.to(tl.int64)[:, None] * (columns // GROUP) + part[None, :],
+        exponents.to(tl.uint8),
+        mask=(part < columns // GROUP)[None, :] & (row >= 0)[:, None],
+    )
     powers = tl.broadcast_to(_power(exponents)[:, :, None], (GROUP, EACH, GROUP))
-    byte = e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX)
-    tl.store(by_row + offset, byte, mask=inside)
+    tl.store(by_row + offset, e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX), mask=inside)
 
 
 @triton.jit
@@ -271,41 +243,32 @@ def _scales(
     tl.store(inverses + place, tl.div_rn(one, scale), mask=inside)
 
 
-def _constants(table: CastTable) -> dict[str, Any]:
-    """The constants that every cast by a table is compiled for."""
-    return {
-        "MAIN": DTYPES[table.main],
-        "ROUNDED": DTYPES[table.rounded],
-        "ALIGNED": table.aligned,
-        "MAX": MAX,
-        "HINT": HINT,
-    }
-
-
 def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
-    """`one`, or in its place `other`, if the kernel does not look at it."""
-    if one is not None:
-        return one
-    assert other is not None
-    return other
+    """A tensor in place of one that the kernel does not look at."""
+    found = one if one is not None else other
+    assert found is not None
+    return found
 
 
 def tensors(
     table: CastTable, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
 ) -> None:
     """Casts tensors; see `e4m3.TensorCast`."""
-    programs = len(table.work)
-    _tensors[(programs,)](
+    _tensors[(len(table.work),)](
         table.lines,
         table.work,
         *bases,
         _either(scales, amaxes),
         _either(amaxes, scales),
-        CAST=scales is not None,
-        SIZE=amaxes is not None,
-        CHUNK=CHUNK,
-        STEP=STEP,
-        **_constants(table),
+        DTYPES[table.main],
+        DTYPES[table.rounded],
+        table.aligned,
+        scales is not None,
+        amaxes is not None,
+        CHUNK,
+        STEP,
+        MAX,
+        HINT,
         num_warps=WARPS,
     )
 
@@ -313,68 +276,67 @@ def tensors(
 def begin_blocks(
     table: CastTable, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float
 ) -> None:
-    """Runs the first pass over blocks; see `e4m3.BlockCast`."""
-    whole = table.work[: table.whole]
+    """Begins to cast blocks; see `e4m3.BlockCast`."""
     cut = table.work[table.whole :]
-    if len(whole):
-        _run_blocks(
-            table, whole, [0], amaxes, cast=True, size=True, powers=powers_of_two, epsilon=epsilon
-        )
-    if len(cut):
-        _run_blocks(
-            table, cut, [0], amaxes, cast=False, size=True, powers=powers_of_two, epsilon=epsilon
-        )
+    for work, cast in ((table.work[: table.whole], True), (cut, False)):
+        if len(work):
+            _run_blocks(table, work, [0], amaxes, amaxes, cast, True, powers_of_two, epsilon)
 
 
 def finish_blocks(table: CastTable, bases: list[int], scales: torch.Tensor) -> None:
-    """Runs the second pass over blocks; see `e4m3.BlockCast`."""
+    """Casts the rest of blocks; see `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
-        _run_blocks(table, work, bases, scales, cast=True, size=False)
+        _run_blocks(table, work, bases, scales, scales, True, False)
 
 
 def _run_blocks(
     table: CastTable,
     work: torch.Tensor,
     bases: list[int],
-    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    amaxes: torch.Tensor,
     cast: bool,
     size: bool,
-    powers: bool = False,
+    powers_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Launches the kernel of blocks. numbers: with `size` amaxes, which are written; without it
-    scales, which are read."""
-    is_whole = cast and size
-    programs = len(work)
-    _blocks[(programs,)](
+    band, warps = (BLOCK, WHOLE_WARPS) if cast and size else (BAND, WARPS)
+    _blocks[(len(work),)](
         table.lines,
         work,
         *bases,
-        numbers,
-        numbers,
+        scales,
+        amaxes,
         epsilon,
-        CAST=cast,
-        SIZE=size,
-        POWERS=powers,
-        LARGEST=LARGEST,
-        BLOCK=BLOCK,
-        BAND=BLOCK if is_whole else BAND,
-        **_constants(table),
-        num_warps=WHOLE_WARPS if is_whole else WARPS,
+        DTYPES[table.main],
+        DTYPES[table.rounded],
+        table.aligned,
+        cast,
+        size,
+        powers_of_two,
+        LARGEST,
+        BLOCK,
+        band,
+        MAX,
+        HINT,
+        num_warps=warps,
     )
 
 
 def groups(table: CastTable) -> None:
     """Casts groups; see `e4m3.MxCast`."""
-    programs = len(table.work)
-    _groups[(programs,)](
+    _groups[(len(table.work),)](
         table.lines,
         table.work,
-        BLOCK=BLOCK,
-        GROUP=GROUP,
-        **_constants(table),
-        INVERSE=1.0 / MAX,
+        DTYPES[table.main],
+        DTYPES[table.rounded],
+        table.aligned,
+        BLOCK,
+        GROUP,
+        MAX,
+        HINT,
+        1.0 / MAX,
         num_warps=4,
     )
 
@@ -387,18 +349,16 @@ def scales(
     epsilon: float,
 ) -> None:
     """Writes scales; see `e4m3.write_scales`."""
-    numel = amaxes.numel()
-    step = 1024
-    programs = triton.cdiv(numel, step)
-    _scales[(programs,)](
+    numel, step = amaxes.numel(), 1024
+    _scales[(triton.cdiv(numel, step),)](
         amaxes,
         scales,
         inverses,
         numel,
         epsilon,
-        POWERS=powers_of_two,
-        LARGEST=LARGEST,
-        MAX=MAX,
-        STEP=step,
+        powers_of_two,
+        LARGEST,
+        MAX,
+        step,
         num_warps=4,
     )
