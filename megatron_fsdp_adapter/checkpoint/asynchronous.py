@@ -101,12 +101,12 @@ class AsyncSaver:
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
         # Not the training group. The thread and this class's methods use it in turn: a method waits
-        # for the running save first.
+        # for the running save first. Callers of `start` do that themselves.
         self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # Host memory of the last copy, by path in the state.
         self._buffers: dict[str, torch.Tensor] = {}
-        # The save that runs, or whose error was not raised yet.
+        # The last save of `save`; None once `wait` has taken it.
         self._writing: Writing | None = None
 
     def save(

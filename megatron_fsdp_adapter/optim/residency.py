@@ -206,15 +206,17 @@ class Residency:
         """Loads each part, queues its update, and stores it, in the order of the next forward."""
         runtime = self._runtime
         self._plan_order()
-        # Loads and updates follow what compute has queued, gradients among it.
+        # Updates, and loads that did not begin ahead, follow what compute has queued: gradients
+        # among it.
         for role in (LOAD, UPDATE):
             runtime.wait(role, runtime.record(COMPUTE))
         for number, part in enumerate(self._order):
             self._load(self._order[number : number + CHUNKS])
             runtime.wait(UPDATE, part.loaded)
             runtime.submit(UPDATE, functools.partial(update, part))
-            part.updates.queued(part.unit, runtime.record(UPDATE))
-            runtime.wait(STORE, part.unit.updated)  # `queued` has set it
+            updated = runtime.record(UPDATE)
+            part.updates.queued(part.unit, updated)
+            runtime.wait(STORE, updated)
             runtime.submit(STORE, *(buffer.store for buffer in part.buffers))
             self._last_store = runtime.record(STORE)
             # What is loaded next takes the memory of this part.

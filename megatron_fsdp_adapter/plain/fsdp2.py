@@ -50,7 +50,7 @@ from .fsdp2_model import (
     marked,
     names_on_meta,
     root_of,
-    shows_meta,
+    show_on_meta,
     unsharded_reads,
 )
 from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
@@ -78,7 +78,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters: the same DTensors each time, except while a forward runs or waits
         for its backward, or `unshard` holds weights. Then they are the unsharded parameters."""
-        if mark_on(self).model.state is not BUILDING and not shows_meta(self):
+        if mark_on(self).model.state is not BUILDING and not show_on_meta(self):
             engine = engine_of(self)
             if not engine.gather.holds_any:
                 engine.show_between_passes()

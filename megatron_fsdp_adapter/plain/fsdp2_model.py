@@ -97,8 +97,8 @@ class Model:
 
     # Weak, as modules refer to this by their marks.
     root: weakref.ref[nn.Module]
-    # PENDING until it is sharded; ON_META while it shows DTensors without memory (`shows_meta`);
-    # BUILDING while it is sharded, or in `unsharded_reads`; then BUILT.
+    # PENDING until it is sharded; ON_META while it shows DTensors without memory (`show_on_meta`);
+    # BUILDING while it is being sharded, or in `unsharded_reads`; then BUILT.
     state: str = PENDING
     # None until it is sharded.
     engine: UserLoopEngine | None = None
@@ -131,7 +131,7 @@ class PendingParameters(dict[str, Any]):
         if self.mark.model.state is not PENDING:
             return super().items()
         root: Any = self.mark.model.root()
-        if not shows_meta(root):
+        if not show_on_meta(root):
             _build(root)
         return self.owner._parameters.items()
 
@@ -159,7 +159,7 @@ def unsharded_reads(module: nn.Module) -> Iterator[None]:
         model.state = BUILDING
     for owner in module.modules():
         for name, shown in dict.items(owner._parameters):
-            plain = getattr(shown, "_fsdp_plain", None)  # if `shown` is a DTensor of `shows_meta`
+            plain = getattr(shown, "_fsdp_plain", None)  # if `shown` is a DTensor of `show_on_meta`
             if plain is not None:
                 plain.requires_grad = shown.requires_grad  # type: ignore[union-attr]
                 owner._parameters[name] = plain
@@ -223,31 +223,33 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
     return model.engine
 
 
-def shows_meta(module: Any) -> bool:
-    """True if the model shows DTensors without memory in place of its parameters.
+def show_on_meta(module: Any) -> bool:
+    """Shows DTensors without memory in place of the model's parameters, if the model is not sharded
+    yet and all parameters that it will shard are on the meta device.
 
-    It does so if it is not sharded and all its parameters are on the meta device: the first call
-    replaces them, and later calls change nothing. The DTensors have torch's even split of rows for
-    now: the final rows depend on all units. When the model is sharded, the same objects become its
-    sharded parameters.
+    Returns True if the model shows such DTensors now. They have torch's even split of rows: the
+    final rows are known only when all units are. Sharding turns these same objects into the sharded
+    parameters, so an optimizer may have them already. `unsharded_reads` puts the plain parameters
+    back; the next call then shows the same DTensors again.
     """
     root = root_of(module)
     model = mark_on(root).model
     if model.state is not PENDING:
         return model.state is ON_META
     with unsharded_reads(root):
-        sharded = _sharded_params(root)
-    if not sharded or not all(one.param.is_meta for one in sharded):
+        managed = _params_to_shard(root)
+    if not managed or not all(one.param.is_meta for one in managed):
         return False
     mesh = _domain(root).mesh
     replicas = [Replicate()] * (mesh.ndim - 1)
-    for one in sharded:
+    for one in managed:
         param = one.param
         like = param.detach().view(param.shape or (1,))  # a scalar is one row
         made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
+        # The DTensor of an earlier call, if there was one: optimizers may have it.
         shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
-        shown._fsdp_plain = param  # `unsharded_reads` puts it back
-        vars(param)["_fsdp_shown"] = shown  # `ManagedParam.shown_as` takes it when it is sharded
+        shown._fsdp_plain = param  # for `unsharded_reads`, which puts it back
+        vars(param)["_fsdp_shown"] = shown  # for `shown_as`, in the next call and in `_build`
         for owner, name in one.slots:
             owner._parameters[name] = shown
     model.state = ON_META
@@ -276,7 +278,7 @@ def _build(root: nn.Module) -> None:
                 cast_outputs_of(child, options.policy.output_dtype)
 
 
-def _sharded_params(root: nn.Module) -> list[ManagedParam]:
+def _params_to_shard(root: nn.Module) -> list[ManagedParam]:
     """Parameters of `root` and the modules in it that no call ignores."""
     ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
     return [one for one in managed_params(root) if id(one.param) not in ignored]
@@ -300,16 +302,16 @@ def _domain(root: nn.Module) -> ShardDomain:
 
 def _engine(root: nn.Module) -> UserLoopEngine:
     """The engine that shards `root`. Collective. Raises as `_build`."""
-    sharded = _sharded_params(root)
+    managed = _params_to_shard(root)
     options = [mark.options for _, mark in marked(root)]
-    names = {one.fqns[0] for one in sharded}
+    names = {one.fqns[0] for one in managed}
     problems = _options_that_differ(options)
     problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
     raise_problems(SUBJECT, problems)
     device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
     domains = {DENSE: _domain(root)}
-    plans = _plans(root, sharded)
+    plans = _plans(root, managed)
     config = with_single_rank_domains(_config(root, options), domains)
     engine = build_engine(
         UserLoopEngine,
@@ -330,9 +332,9 @@ def _engine(root: nn.Module) -> UserLoopEngine:
     return engine
 
 
-def _plans(root: nn.Module, sharded: Iterable[ManagedParam]) -> list[UnitPlan]:
-    """The plans of the units of the model `root`, over the parameters `sharded`."""
-    ids = {id(one.param) for one in sharded}
+def _plans(root: nn.Module, managed: Iterable[ManagedParam]) -> list[UnitPlan]:
+    """The plans of the units of the model `root`, over the parameters `managed`."""
+    ids = {id(one.param) for one in managed}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     look_ups = {nn.Embedding}
     for child in units.values():
@@ -344,7 +346,7 @@ def _plans(root: nn.Module, sharded: Iterable[ManagedParam]) -> list[UnitPlan]:
         units,
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not only_looks_up(unit, look_ups),
-        manages=lambda managed: id(managed.param) in ids,
+        manages=lambda one: id(one.param) in ids,
         format_of=format_of,
         compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
     )

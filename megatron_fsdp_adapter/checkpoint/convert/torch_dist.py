@@ -180,6 +180,7 @@ class _Keys:
 
     @classmethod
     def of(cls, state: TrainingState, style: NameStyle) -> _Keys:
+        """The keys of a state's model, saved in `style`."""
         names_by_layer: dict[str, set[str]] = {}
         experts = 0
         for name in state.weights:
@@ -187,11 +188,11 @@ class _Keys:
                 names_by_layer.setdefault(match[1], set()).add(match[2])
             if match := _COMMON_EXPERT.fullmatch(name):
                 experts = max(experts, 1 + int(match[2]))
-        kinds = {frozenset(names) for names in names_by_layer.values()}
-        # Core goes by the config: with a list, or more than 1, each layer has keys of its own, also
-        # if all layers have the same names.
+        # Layers with different names cannot be stacked. Where all have the same names, core still
+        # stacks none if `moe_layer_freq` is a list or above 1.
+        differ = len({frozenset(names) for names in names_by_layer.values()}) > 1
         frequency = argument_of(state.rest, "moe_layer_freq", 1)
-        per_layer = len(kinds) > 1 or isinstance(frequency, (list, tuple)) or frequency > 1
+        per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
         return cls(style, moe_layers(state.weights), len(names_by_layer), experts, per_layer)
 
     def place(self, name: str) -> tuple[str, Shape, Shape]:

@@ -217,10 +217,11 @@ def has_grad_output(output: Any) -> bool:
 def _tensors_in(
     value: Any, searches: Callable[[Any], bool] = lambda leaf: True
 ) -> list[torch.Tensor]:
-    """The tensors that a module was given or returned.
+    """The tensors in what a module was given or returned.
 
     Containers that pytree knows are searched, and so are attributes of objects that `searches`
-    accepts. Mostly `value` is a tensor, or a tuple of tensors and plain values: those come first.
+    accepts, except those of `_OPAQUE` types. A tensor, or a tuple of tensors and plain values, is
+    the usual case, which needs no search.
     """
     if isinstance(value, torch.Tensor):
         return [value]

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+# Elements and warps of a program. With up to 4 rows, 1024 to 8192 elements and 4 or 8 warps were
+# all within 3% of each other; with 8 rows, 4096 elements or more were 6% slower (H200).
 BLOCK = 2048
 WARPS = 8
-"""Elements and warps of a program. Of 1024 to 8192 and 4 or 8 all were within 3% for up to 4 rows;
-from 4096 on 8 rows were 6% slower (H200)."""
 
 
 @triton.jit

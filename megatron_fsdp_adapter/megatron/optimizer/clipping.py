@@ -184,13 +184,13 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
 
     def apply(pairs: list[LocalPair]) -> None:
         for group, norm in norms.items():
-            held = [
+            clipped = [
                 local
                 for param, local in pairs
                 if local.numel() > 0 and core_api.norm_group(param) == group
             ]
-            if held:
-                clip_grad_by_total_norm_fp32(held, largest, norm, use_decoupled_grad=decoupled)
+            if clipped:
+                clip_grad_by_total_norm_fp32(clipped, largest, norm, use_decoupled_grad=decoupled)
 
     def factor(device: torch.device) -> torch.Tensor | None:
         """The number that multiplies all gradients, computed as core does; None for 1."""

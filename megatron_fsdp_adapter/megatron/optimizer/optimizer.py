@@ -86,13 +86,13 @@ def _complete(config: Any) -> None:
 
 
 def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """A problem if core's offload is on, but the model was wrapped without offload. The place of
-    main weights is decided when a model is wrapped."""
+    """A problem if core's offload is on, but a model chunk was wrapped without offload. The place
+    of main weights is decided when a model is wrapped."""
     if not is_on(config, CORES_OFFLOAD) or all(engine.config.offload for engine in engines):
         return []
     return [
         f"{CORES_OFFLOAD}=True: the model was wrapped with main weights and optimizer state on the "
-        f"device. Set {OFFLOAD}=True in the DDP config, and {CORES_OFFLOAD} to False."
+        f"device. Set {OFFLOAD}=True in the DDP config, or {CORES_OFFLOAD}=False for no offload"
     ]
 
 
