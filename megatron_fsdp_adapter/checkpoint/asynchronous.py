@@ -106,7 +106,7 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # Host memory of the last copy, by path in the state.
         self._buffers: dict[str, torch.Tensor] = {}
-        # The last save of `save`; None once `wait` has taken it.
+        # The save that `save` started last; None before the first, and after `wait`.
         self._writing: Writing | None = None
 
     def save(

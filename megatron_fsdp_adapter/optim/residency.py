@@ -9,14 +9,14 @@ they are updated unit by unit.
 
 A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
 element by element, so each number is what one step on all of them gives. Units are updated in the
-order of a forward pass, and a step returns when all that is queued: the next forward runs
-meanwhile, and waits for its units one by one (`DeferredUpdates`). What a step
-reads on the host, learning rates and counts of steps, it reads before it returns. Gradients are
-clipped with their unit's update.
+order of a forward pass, and a step returns once all of this has been queued. The next forward runs
+meanwhile, and waits for its units one by one (`DeferredUpdates`). What a step reads on the host,
+learning rates and counts of steps, it reads before it returns. Gradients are clipped with their
+unit's update.
 
 Buffers of two units exist at once: what is loaded next takes the memory of the unit that has been
-stored. The first two are loaded when a step's backwards are over, while gradients are reduced and
-their norm is taken.
+stored. The loads of the first two are queued when a step's backwards have been, and run while
+gradients are reduced and their norm is taken.
 
 In a loop of the user's own, which may read main weights as soon as a step returns, and where
 quantized weights are made of all of them at once, a step waits until everything is over.
@@ -61,7 +61,7 @@ class Part:
     groups: list[ParamGroup]
     # What is loaded and stored.
     buffers: list[ShardedBuffer] = field(default_factory=list)
-    # An event, from the load on until the update is queued.
+    # The event of its load; None while nothing is loaded.
     loaded: Any = None
 
     def give_to(self, optimizer: Any) -> None:
@@ -203,11 +203,12 @@ class Residency:
     # A step.
 
     def run(self, update: Callable[[Part], None]) -> None:
-        """Loads each part, queues its update, and stores it, in the order of the next forward."""
+        """Queues the load, the update and the store of each part, in the order of the next forward.
+        On CUDA the host waits for none of them."""
         runtime = self._runtime
         self._plan_order()
-        # Updates, and loads that did not begin ahead, follow what compute has queued: gradients
-        # among it.
+        # Updates read gradients that compute has queued, and loads read host memory that it may
+        # still write. Loads that began ahead were queued before and do not wait here.
         for role in (LOAD, UPDATE):
             runtime.wait(role, runtime.record(COMPUTE))
         for number, part in enumerate(self._order):

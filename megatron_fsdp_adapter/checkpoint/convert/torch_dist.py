@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ _STACKED_LAYERS = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d+\.)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 _COMMON_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
-_RNG_OBJECT = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
-_RNG_PLACE = re.compile(r"\((\d+), (\d+)\)")
+_RNG_OBJECT = re.compile(r"rng_state/shard_(\d+(?:\.\d+){1,2})_\d+(?:\.\d+){1,2}")
+_RNG_PLACE = re.compile(r"\((\d+(?:, \d+){1,2})\)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LINEAR = re.compile(r"(.+\.linear_\w+)\.weight")
 _NORM = re.compile(r"(.+(?:layernorm|layer_norm))\.weight")
@@ -188,8 +188,8 @@ class _Keys:
                 names_by_layer.setdefault(match[1], set()).add(match[2])
             if match := _COMMON_EXPERT.fullmatch(name):
                 experts = max(experts, 1 + int(match[2]))
-        # Layers with different names cannot be stacked. Where all have the same names, core still
-        # stacks none if `moe_layer_freq` is a list or above 1.
+        # Layers whose parameters have different names cannot be stacked. Where all have the same
+        # names, core still stacks none if `moe_layer_freq` is a list or above 1.
         differ = len({frozenset(names) for names in names_by_layer.values()}) > 1
         frequency = argument_of(state.rest, "moe_layer_freq", 1)
         per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
@@ -313,11 +313,25 @@ def _rest(
     if "rng_state" in record:
         rest["rng_state"] = record["rng_state"]
         return rest
-    for key in folder.object_keys:
-        if match := _RNG_OBJECT.fullmatch(key):
-            place = f"({match[1]}, {match[2]})"
-            rest.setdefault("rng_state", {})[place] = folder.object(key)[0]
+    places = _stored_rng_places(folder)
+    if places:
+        rest["rng_state"] = {place: folder.object(key)[0] for place, key in places.items()}
     return rest
+
+
+def _stored_rng_places(folder: DcpFolder) -> dict[str, str]:
+    """The keys of RNG objects by their places in `fsdp_dtensor`: those of each data-parallel rank
+    if there are any, or else those that data-parallel ranks share."""
+    shared: dict[str, str] = {}
+    of_each_rank: dict[str, str] = {}
+    for key in folder.object_keys:
+        match = _RNG_OBJECT.fullmatch(key)
+        if match is None:
+            continue
+        numbers = match[1].split(".")
+        places = of_each_rank if len(numbers) == 3 else shared
+        places[f"({', '.join(numbers)})"] = key
+    return of_each_rank or shared
 
 
 def _common_state(
@@ -327,14 +341,9 @@ def _common_state(
     common = dict(state.rest)
     record: dict[str, Any] = {"style": asdict(style), "depth": state.depth}
     places = common.pop("rng_state", None) or {}
-    matches = [_RNG_PLACE.fullmatch(str(key)) for key in places]
-    rng: dict[KeyPath, Any] = {}
-    if all(matches):
-        grid = [(int(match[1]), int(match[2])) for match in matches if match]
-        size = ".".join(str(1 + max(numbers)) for numbers in zip(*grid, strict=True))
-        for value, (pp, tp) in zip(places.values(), grid, strict=True):
-            rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]
-    else:
+    rng = _rng_objects(places)
+    if rng is None:
+        rng = {}
         record["rng_state"] = places  # saved by a script in another form
     if state.moments:
         common["optimizer"] = to_optimizer_state(state, SHARDING_TYPE)
@@ -348,6 +357,30 @@ def _common_state(
         "chained_optim_avoid_prefix": True,
     }
     return rng, common
+
+
+def _rng_objects(places: Mapping[str, Any]) -> dict[KeyPath, Any] | None:
+    """The RNG objects of states by place, (pp, tp) or (pp, tp, dp). None if a place has another
+    form, or if places have both.
+
+    Core of 0.16 reads objects of each rank under expert parallelism. Later releases read one for
+    all data-parallel ranks: that of the first is written for them, too."""
+    matches = [_RNG_PLACE.fullmatch(str(place)) for place in places]
+    grid = [tuple(map(int, match[1].split(", "))) for match in matches if match]
+    if len(grid) < len(places) or len({len(numbers) for numbers in grid}) > 1:
+        return None
+    sizes = [1 + max(numbers) for numbers in zip(*grid, strict=True)]
+    objects: dict[KeyPath, Any] = {}
+    for value, numbers in zip(places.values(), grid, strict=True):
+        objects[_rng_key(numbers, sizes)] = [value]
+        if len(numbers) == 3 and numbers[2] == 0:
+            objects[_rng_key(numbers[:2], sizes[:2])] = [value]
+    return objects
+
+
+def _rng_key(numbers: Sequence[int], sizes: Sequence[int]) -> KeyPath:
+    place, size = (".".join(map(str, values)) for values in (numbers, sizes))
+    return (f"rng_state/shard_{place}_{size}",)
 
 
 def _style(common: Mapping[str, Any]) -> NameStyle | None:

@@ -1,5 +1,5 @@
-"""The hooks by which autograd and `nn.Module` call the engine. Every hook is one call of an engine
-method.
+"""The hooks by which autograd and `nn.Module` call the engine. Hooks only pass calls on: to the
+engine, and to its filter of saved tensors.
 
 Hooks hold the engine weakly: modules do not keep it alive, so that deleting the wrapper frees
 every buffer without waiting for the cycle collector.

@@ -1,4 +1,4 @@
-"""The kernel that sums rows. Imported where it is used: Triton is in torch's CUDA builds only."""
+"""The kernel that sums rows. Imported where it is used: CPU builds of torch have no Triton."""
 
 from __future__ import annotations
 

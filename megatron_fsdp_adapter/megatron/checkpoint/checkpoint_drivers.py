@@ -6,9 +6,9 @@ it are wrapped for what it does not do:
 - Several model chunks of a rank (interleaved pipelines). It looks for one chunk. Here chunks are
   merged before a save and a load, which their global keys allow, and taken apart after a load.
 - Generator states under another split. It stores one for each pipeline and tensor-parallel rank,
-  and with `data_parallel_random_init` one for each data-parallel rank too. If the checkpoint was
-  saved by other numbers of ranks, this run's generators stay as they were seeded, and that is
-  printed.
+  and with `data_parallel_random_init` one for each data-parallel rank too; under expert parallelism
+  `generators.py` stores one for each of those, too. If the checkpoint was saved by other numbers of
+  ranks, this run's generators stay as they were seeded, and that is printed.
 - Another padded vocabulary. Rows that are not padding are read.
 - An evaluation alone (`--skip-train`). The model is wrapped for it too.
 - One error for all keys that the checkpoint lacks or has in another shape. Torch's names only the
@@ -45,6 +45,7 @@ from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.patches import Original
 from ..compat.table import BRIDGE, LM
 from ..options.rules import is_on
+from . import generators
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
@@ -186,7 +187,8 @@ def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict
     if OPTIMIZER in wanted:
         result[OPTIMIZER] = from_stored(state[OPTIMIZER], wanted[OPTIMIZER], rank)
     if _RNG in wanted:
-        result.setdefault(_RNG, wanted[_RNG])
+        states = result.get(_RNG, wanted[_RNG])
+        result[_RNG] = None if states is None else generators.at_shared_places(states)
     return result
 
 
@@ -206,9 +208,21 @@ def _prepared(
     if (strict and mismatch.missing) or mismatch.different:
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
     stored = metadata.state_dict_metadata
-    generators = asked.get(_RNG, {})
-    placed = all(_stored_entries(stored, at) == len(found) for at, found in generators.items())
+    states = {}
+    own_states = asked.get(_RNG, {})
+    for place, own in own_states.items():
+        found = generators.stored_place(place, _stores(stored, len(own)))
+        if found is not None:
+            states[found] = own
+    if states:
+        asked[_RNG] = states
+    placed = len(states) == len(own_states)
     return {**asked, **parts}, (placed, mismatch.missing)
+
+
+def _stores(stored: Iterable[str], count: int) -> Callable[[str], bool]:
+    """A function of a place that returns True if `count` generator states are stored there."""
+    return lambda place: _stored_entries(stored, place) == count
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:

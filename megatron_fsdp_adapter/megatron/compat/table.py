@@ -138,9 +138,13 @@ def _makes_models(module: str, name: str) -> Patch:
     return Patch(module, name, ours, required=False, everywhere=True)
 
 
+_GENERATORS = "megatron.checkpoint.generators:of_each_rank"
+
 DRIVERS = (
     Patch(LM, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess"),
     Patch(BRIDGE, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess"),
+    Patch(LM, "get_rng_state", _GENERATORS),
+    Patch(BRIDGE, "get_rng_state", _GENERATORS),
     Patch(LM, "_load_base_checkpoint", f"{_DRIVERS}:load_of_megatron_lm"),
     Patch(
         BRIDGE,

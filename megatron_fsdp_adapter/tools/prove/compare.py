@@ -96,8 +96,8 @@ def _true_rows(rows: torch.Tensor) -> list[int]:
 
 
 def _as_rows(value: torch.Tensor) -> torch.Tensor:
-    """The value as a matrix of rows. A vector is cut into rows of 8, the last one filled with
-    zeros, because single elements are too noisy."""
+    """The value as a matrix of rows. A vector is cut into rows of 8, because single elements are
+    too noisy; zeros fill the last row."""
     if value.ndim >= 2:
         return value.reshape(value.shape[0], -1)
     vector = value.reshape(-1)

@@ -171,15 +171,21 @@ def fsdp_state(model: Model, seed: int = 0) -> dict[str, Any]:
         "model": weights,
         "optimizer": {"state": state, "param_to_group_meta": meta},
         "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 12},
-        "rng_state": {
-            "(0, 0)": [
-                {
-                    "torch_rng_state": torch.arange(8, dtype=torch.uint8),
-                    "random_rng_state": (3, (1, 2), None),
-                }
-            ]
-        },
+        "rng_state": _generators(model),
     }
+
+
+def _generators(model: Model) -> dict[str, Any]:
+    """One list for all data-parallel ranks, or under expert parallelism for each of two."""
+    places = ["(0, 0, 0)", "(0, 0, 1)"] if model.expert_parallel else ["(0, 0)"]
+    states = {}
+    for number, place in enumerate(places):
+        one = {
+            "torch_rng_state": number + torch.arange(8, dtype=torch.uint8),
+            "random_rng_state": (3, (1, 2), None),
+        }
+        states[place] = [one]
+    return states
 
 
 def _group(model: Model, name: str, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""Generator states in `fsdp_dtensor` checkpoints, of each rank under expert parallelism.
+
+Megatron stores one list of generator states for each pipeline and tensor-parallel rank, at the
+place "(pp, tp)". One data-parallel rank writes it and all of them read it. With expert parallelism
+these ranks draw different random numbers (dropout in experts, jitter of the router). So here each
+has a place of its own, "(pp, tp, dp)", as in the `torch_dist` checkpoints of core 0.16 and of
+Megatron-Bridge.
+
+dp is the rank among data and context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core import parallel_state
+
+from ..compat.patches import Original
+
+_PLACE = re.compile(r"\((\d+), (\d+)(?:, (\d+))?\)")
+
+
+def of_each_rank(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """This rank's generator states for a checkpoint. With expert parallelism, those for
+    `fsdp_dtensor` have a place for each rank."""
+    states = original(*args, **kwargs)
+    if not isinstance(states, dict):
+        return states  # another format
+    expert_ranks, dp_rank = _expert_ranks(inspect.signature(original).bind(*args, **kwargs))
+    if expert_ranks == 1 or any(len(found) > 1 for found in states.values()):
+        return states  # with `data_parallel_random_init` the list has the states of all ranks
+    return {f"{place[:-1]}, {dp_rank})": found for place, found in states.items()}
+
+
+def _expert_ranks(call: inspect.BoundArguments) -> tuple[int, int]:
+    """The number of expert-parallel ranks, and this rank's number among data and context-parallel
+    ranks, from the call's groups if it has them."""
+    groups = call.arguments.get("pg_collection")
+    if groups is not None:  # Megatron-Bridge
+        return groups.ep.size(), groups.dp_cp.rank()
+    group = call.arguments.get("dp_cp_group")  # Megatron-LM from 0.19 on
+    if group is not None:
+        dp_rank = group.rank()
+    else:
+        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return parallel_state.get_expert_model_parallel_world_size(), dp_rank
+
+
+def stored_place(place: str, is_stored: Callable[[str], bool]) -> str | None:
+    """The place to read in a checkpoint for the states that are asked for at `place`; None if it
+    has none.
+
+    A run with expert parallelism also reads the one list of a checkpoint that was saved without
+    places for each rank. A run without reads the list of the first rank, as Megatron does.
+    """
+    match = _PLACE.fullmatch(place)
+    if match is None:
+        return place if is_stored(place) else None
+    pp, tp, dp = match.groups()
+    shared = f"({pp}, {tp})"
+    others = f"({pp}, {tp}, 0)" if dp is None else shared
+    for candidate in (place, others):
+        if is_stored(candidate):
+            return candidate
+    return None
+
+
+def is_of_one_rank(place: str) -> bool:
+    """True if a place is that of one data-parallel rank, False if data-parallel ranks share it."""
+    match = _PLACE.fullmatch(place)
+    return match is not None and match[3] is not None
+
+
+def at_shared_places(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of this rank at the places where Megatron looks for them after a load; `states`
+    itself if they are there."""
+    if not any(is_of_one_rank(place) for place in states):
+        return states
+    result = {}
+    for place, found in states.items():
+        match = _PLACE.fullmatch(place)
+        result[f"({match[1]}, {match[2]})" if match else place] = found
+    return result
