@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
-from megatron_fsdp_adapter.checkpoint.fitting import fit
+from megatron_fsdp_adapter.checkpoint.fitting import fit, renamed_like
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     StateDict,
     StateMapping,
     compare,
+    entries,
     flatten,
     from_stored,
     general_keys,
@@ -52,8 +53,9 @@ PathLike = str | os.PathLike[str]
 class _Opened:
     """A checkpoint opened by this rank.
 
-    stored: the state to read into, as `to_stored` returns it; mismatch: its differences from the
-    checkpoint; keys: its `general_keys`, () if it is unusable."""
+    stored: the state to read into, as `to_stored` returns it, by the names of the checkpoint;
+    mismatch: its differences from the checkpoint; keys: its `general_keys`, () if it is
+    unusable."""
 
     folder: Path
     iteration: int
@@ -240,6 +242,7 @@ def _open(
     problems = problems_of(stored)
     if problems:
         return _Opened(folder, number, metadata, stored, Mismatch(unusable=problems))
+    stored = renamed_like(stored, metadata.state_dict_metadata)
     fit(stored, metadata, vocab_size)
     leaves = flatten(stored)
     mismatch = compare(leaves, metadata)
@@ -295,4 +298,5 @@ def _loaded(opened: _Opened, state: StateMapping, rank: int) -> StateDict:
     [plan] = reader.prepare_global_plan(planner.create_global_plan([local]))
     with torch.no_grad():
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    return from_stored(opened.stored, state, rank)
+    own = renamed_like(opened.stored, (key for _, _, key in entries(state)))
+    return from_stored(own, state, rank)

@@ -6,11 +6,15 @@
 - Megatron pads the vocabulary to a multiple of the tensor-parallel size (times an option), so the
   same model has embedding and output tables of different lengths under different splits. No token
   uses a padding row, so a load may skip it.
+- megatron-core renamed some modules. A state is read from a checkpoint of a release with the other
+  names by these names (`renamed_like`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -18,9 +22,34 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, entries
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows
-from megatron_fsdp_adapter.state.names import FP8_SCALING
+from megatron_fsdp_adapter.state.names import FP8_SCALING, RENAMED
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
+
+
+def renamed_like(state: StateMapping, keys: Iterable[str]) -> StateDict:
+    """`state` in new containers, with the texts of `RENAMED` that are in `keys`. A model, and a
+    checkpoint, has only the newer or only the older text, as its release of megatron-core has."""
+    own = " ".join(key for _, _, key in entries(state))
+    others = " ".join(keys)
+    changes = []
+    for renaming in RENAMED:
+        newer, older = renaming.to_newer, renaming.to_older
+        for change, opposite in ((newer, older), (older, newer)):
+            if change(own) != own and change(others) == others != opposite(others):
+                changes.append(change)
+    return _with_keys(state, changes)  # type: ignore[no-any-return]
+
+
+def _with_keys(value: Any, changes: Sequence[Callable[[str], str]]) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for key, entry in value.items():
+        for change in changes:
+            key = change(key)
+        found[key] = _with_keys(entry, changes)
+    return found
 
 
 def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -57,6 +58,34 @@ _GATED_INSIDE = re.compile(r"(?<=\.linear_fc1)\.(to_wrap|adapter\.linear_out)$")
 """The layer and the adapter's output layer in Megatron-Bridge's linear layer with an adapter
 (LoRA). Both are split alike."""
 _INTERLEAVED = ("MambaMixer", "GatedDeltaNet")
+
+
+class Renaming(NamedTuple):
+    """A part of names that megatron-core renamed: the pattern before it, the newer and the older
+    text, and the pattern behind it."""
+
+    before: str
+    newer: str
+    older: str
+    after: str
+
+    def to_older(self, name: str) -> str:
+        """`name` with the older text."""
+        pattern = rf"({self.before}){re.escape(self.newer)}(?={self.after})"
+        return re.sub(pattern, rf"\g<1>{self.older}", name)
+
+    def to_newer(self, name: str) -> str:
+        """`name` with the newer text."""
+        pattern = rf"({self.before}){re.escape(self.older)}(?={self.after})"
+        return re.sub(pattern, rf"\g<1>{self.newer}", name)
+
+
+RENAMED = (
+    Renaming(r"mtp\.layers\.\d+\.", "mtp_model_layer", "transformer_layer", r"\.(?!layers\.)"),
+    Renaming(r"\.mixer\.", "conv1d_", "conv1d.", r"(?:weight|bias)"),
+)
+"""The names that differ between the supported releases. `torch_dist` has the older ones in all of
+them."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ DEEP is "module.module.", and once more "module." unless the model computes in f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,22 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, cast, from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.modules import check_known, in_layer, is_buffer
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
+    LayerKinds,
     NameStyle,
     TrainingState,
+    argument_of,
     check_layers,
     common_name,
     dtype_argument,
+    gated_layers,
     in_common,
-    is_first_linear,
-    is_parameter,
-    moe_layers,
     split_halves,
-    styled_name,
     turned,
 )
-from megatron_fsdp_adapter.state.names import FP8_SCALING, HALVES, split_depth
+from megatron_fsdp_adapter.state.names import FP8_SCALING, HALVES, RENAMED, split_depth
 
 _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")
@@ -75,12 +75,16 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
             dropped.append(key)
         else:
             objects[paths[key]] = key
+    weights = in_common(model)
+    check_known(weights, folder.folder)
+    rest = _rest(folder, tensors, objects, weights_only)
     state = TrainingState(
         iteration=folder.iteration,
-        weights=in_common(model),
-        rest=_rest(folder, tensors, objects, weights_only),
+        weights=weights,
+        rest=rest,
         dropped=tuple(dropped),
-        style=_style(model),
+        style=_style(model, rest),
+        params_dtype=dtype_argument(rest),
     )
     if not weights_only:
         state = _with_optimizer(state, folder, tensors, objects)
@@ -91,27 +95,27 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
 def contents(state: TrainingState, style: NameStyle) -> Contents:
     """The contents of a folder of this format for a model of this style. Weights are stored in
     fp32, as main weights are; buffers keep their dtype."""
-    moe = moe_layers(state.weights)
+    kinds = LayerKinds.of(state.weights)
+    halved = _halved(state, style)
     deep = "module." * _depth(state)
     tensors: dict[KeyPath, LazyTensor] = {}
     objects: dict[KeyPath, Any] = {}
     for name, weight in state.weights.items():
-        main = cast(weight, torch.float32) if is_parameter(name) else weight
-        styled = styled_name(name, style, moe)
-        for suffix, part in _halves(name, main, style).items():
+        main = weight if is_buffer(name) else cast(weight, torch.float32)
+        styled = kinds.styled(name, style)
+        for suffix, part in _halves(name, main, halved).items():
             tensors["model", f"module.{styled}{suffix}"] = part
     for name, moments in state.moments.items():
-        styled = deep + styled_name(name, style, moe)
+        styled = deep + kinds.styled(name, style)
         for kind, moment in moments.items():
-            for suffix, part in _halves(name, moment, style).items():
+            for suffix, part in _halves(name, moment, halved).items():
                 tensors["optimizer", "state", styled + suffix, kind] = part
     for name, step in state.steps.items():
-        styled = deep + styled_name(name, style, moe)
-        suffixes = HALVES if _has_halves(name, style) else ("",)
-        for suffix in suffixes:
+        styled = deep + kinds.styled(name, style)
+        for suffix in HALVES if name in halved else ("",):
             tensors["optimizer", "state", styled + suffix, _STEP] = from_tensor(step)
     for name, options in state.groups.items():
-        styled = deep + styled_name(name, style, moe)
+        styled = deep + kinds.styled(name, style)
         for option, value in options.items():
             objects["optimizer", "param_to_group_meta", styled, option] = value
     flat, paths = flatten_state_dict(dict(state.rest))
@@ -124,12 +128,29 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
     return Contents(tensors, objects)
 
 
-def _style(names: Collection[str]) -> NameStyle:
+def _style(names: Collection[str], rest: Mapping[str, Any]) -> NameStyle:
+    texts = " ".join(names)
     return NameStyle(
-        fused_norms=any("linear_qkv.layer_norm_" in name for name in names),
+        fused_norms=_fuses_norms(names, rest),
         grouped_experts=any(".experts.linear_fc" in name for name in names),
         gated=any(name.endswith(HALVES) for name in names),
+        renamed=tuple(r.newer for r in RENAMED if r.to_older(texts) != texts),
     )
+
+
+def _fuses_norms(names: Iterable[str], rest: Mapping[str, Any]) -> bool:
+    """True if the names (of a model of any style) are those of Transformer Engine's layers. Some
+    models have no layer that the answer shows in, and there the arguments decide."""
+    local = [split_depth(name)[1] for name in names]
+    if any(".layer_norm_weight" in name for name in local):
+        return True
+    kinds = LayerKinds.of(map(common_name, local))
+    for name in local:
+        layer, inside = in_layer(common_name(name))
+        is_mlp_norm = inside == "pre_mlp_layernorm.weight" and layer not in kinds.moe
+        if is_mlp_norm or (inside == "input_layernorm.weight" and layer in kinds.qkv):
+            return False
+    return argument_of(rest, "transformer_impl", "local") != "local"
 
 
 def _with_optimizer(
@@ -161,7 +182,7 @@ def _with_optimizer(
     moments = turned({kind: in_common(parts) for kind, parts in kinds.items()})
     _check_moments(state, moments, groups, folder.folder)
     depth = depths.pop() if len(depths) == 1 else None
-    dtype = dtype_argument(state.rest)
+    dtype = state.params_dtype
     if dtype is None and depth is not None:
         dtype = _DTYPE_OF_DEPTH.get(depth)
     return replace(
@@ -225,12 +246,15 @@ def _depth(state: TrainingState) -> int:
     return 2 if state.params_dtype == torch.float32 else 3
 
 
-def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> Tensors:
+def _halved(state: TrainingState, style: NameStyle) -> frozenset[str]:
+    # Names of the tensors that are stored as two halves.
+    if not style.gated:
+        return frozenset()
+    return gated_layers({name: weight.shape for name, weight in state.weights.items()})
+
+
+def _halves(name: str, tensor: LazyTensor, halved: frozenset[str]) -> Tensors:
     # Suffix of the key -> the tensor, or each of its halves.
-    if _has_halves(name, style):
+    if name in halved:
         return split_halves(tensor)
     return {"": tensor}
-
-
-def _has_halves(name: str, style: NameStyle) -> bool:
-    return style.gated and is_first_linear(name)

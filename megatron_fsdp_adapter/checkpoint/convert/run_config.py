@@ -20,6 +20,13 @@ _ARGUMENTS = {
 """Field of the model's config -> Megatron-LM's argument with another name."""
 
 
+_OF_GROUPS = {
+    "optimizer": ("apply_wd_to_qk_layernorm", "decoupled_lr"),
+    "scheduler": ("no_weight_decay_cond_type",),
+}
+"""Section -> options that parameter groups are made by."""
+
+
 def with_arguments(rest: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A copy of `rest`. If it has no arguments and `folder` has a `run_config.yaml`, the copy has
     that file's. Raises ValueError if the file cannot be read."""
@@ -41,6 +48,10 @@ def _arguments(path: Path) -> Namespace:
     for field, value in model.items():
         name = str(field)
         arguments[_ARGUMENTS.get(name, name)] = _plain(value)
+    for section, names in _OF_GROUPS.items():
+        options = content.get(section)
+        for name in names if isinstance(options, Mapping) else ():
+            arguments.setdefault(name, options.get(name))
     return Namespace(**arguments)
 
 

@@ -1,6 +1,7 @@
 """`torch_dist` folders of megatron-core: stacked layers and experts, also in optimizer state.
 
     decoder.layers.NAME                    all layers in one tensor, (layers, ...)
+    decoder.layers.3.mixer.in_proj.weight.x      a weight in parts (`modules.PARTS`)
     decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...): core
                                            adds an `experts` to the module's path
     optimizer.state.param|exp_avg|exp_avg_sq.KEY        shaped like the model's KEY
@@ -8,7 +9,8 @@
     common.pt, or an object                args, iteration, scheduler, optimizer's parameter groups
                                            (`common_state.py`)
 
-In models whose layers differ, each layer has separate keys (`decoder.layers.3.NAME`). Of the
+In models whose layers differ, each layer has separate keys (`decoder.layers.3.NAME`), and so has
+each layer of multi-token prediction. Of the
 distributed optimizer's sharding types only `fully_reshardable` is supported: it is in model space
 and core still writes it. `dp_reshardable` stores flat buckets, whose layout only the model object
 knows. `fully_sharded_model_space` stores flat pieces that core no longer reads.
@@ -19,8 +21,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +46,29 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import (
     Tensors,
     cast,
     select,
-    stack,
+)
+from megatron_fsdp_adapter.checkpoint.convert.modules import (
+    SHARED,
+    check_known,
+    is_buffer,
+    join_parts,
 )
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
     from_optimizer_state,
     to_optimizer_state,
 )
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
+from megatron_fsdp_adapter.checkpoint.convert.stacks import Keys
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     NameStyle,
     TrainingState,
     argument_of,
     check_layers,
     dtype_argument,
-    fuse_norm,
+    gated_layers,
     in_common,
-    is_parameter,
-    moe_layers,
     turned,
 )
-from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.state.names import split_depth
 
 SHARDING_TYPE = "fully_reshardable"
@@ -76,15 +81,27 @@ _MAIN_WEIGHTS = ("param", "fp32_param")
 _SECOND = "exp_avg_sq"
 """The optimizer state that only Adam has."""
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-_STACKED_LAYERS = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
+_STACKED_LAYERS = re.compile(r"((?:encoder|decoder)\.layers)\.(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d+\.)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
-_COMMON_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _RNG_OBJECT = re.compile(r"rng_state/shard_(\d+(?:\.\d+){1,2})_\d+(?:\.\d+){1,2}")
 _RNG_PLACE = re.compile(r"\((\d+(?:, \d+){1,2})\)")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_LINEAR = re.compile(r"(.+\.linear_\w+)\.weight")
-_NORM = re.compile(r"(.+(?:layernorm|layer_norm))\.weight")
+
+# fmt: off
+_UNKNOWN_MODULES = {
+    "heterogeneous_layers_config_path": ("a heterogeneous model", "Load it with stock DDP"),
+    "heterogeneous_layers_config_encoded_json": ("a heterogeneous model", "Load it with stock DDP"),
+    "mla_down_proj_fusion": (
+        "self_attention.linear_qkv_down_proj",
+        "Load it without --mla-down-proj-fusion, and save it again",
+    ),
+    "moe_use_legacy_grouped_gemm": (
+        "mlp.experts with weight1 and weight2",
+        "Load it without --moe-use-legacy-grouped-gemm, and save it again",
+    ),
+}
+# fmt: on
+"""Argument -> the modules that it asks for, and the remedy."""
 
 
 def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
@@ -105,8 +122,9 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
         elif not _BUCKETS.match(key):
             model.update(_unstacked(key, folder.tensor(key)))
     record = common.pop(RECORD, {})
-    weights = in_common(model)
-    style = NameStyle(**record["style"]) if record else _style(common)
+    weights = join_parts(in_common(model))
+    check_known(weights, folder.folder)
+    style = NameStyle(**record["style"]) if record else _style(common, weights, folder.folder)
     state = TrainingState(
         iteration=folder.iteration,
         weights=weights,
@@ -143,12 +161,13 @@ def _leaves(
     Core's linear layers save None there, Transformer Engine's save FP8 scales; loading None keeps
     the initial scales. By default Megatron ignores keys that a model does not load.
     """
-    keys = _Keys.of(state, style)
+    keys = Keys.of(state, style)
     dtype = state.params_dtype
     computed = dict(state.weights)
     if dtype is not None:
-        for name in filter(is_parameter, state.weights):
-            computed[name] = cast(computed[name], dtype)
+        for name, weight in state.weights.items():
+            if not is_buffer(name):
+                computed[name] = cast(weight, dtype)
     tensors: dict[KeyPath, LazyTensor] = {}
     for key, tensor in keys.stacked(computed).items():
         tensors[(key,)] = tensor
@@ -157,109 +176,13 @@ def _leaves(
         # Core saves fp32 main weights even for a model that computes in fp32.
         kinds["param"] = {n: cast(state.weights[n], torch.float32) for n in state.moments}
     kinds |= turned(state.moments)
+    shared = {name: alias for alias, name in SHARED.items() if alias in state.weights}
     for kind, parts in kinds.items():
-        for key, tensor in keys.stacked(parts).items():
+        renamed = {shared.get(name, name): part for name, part in parts.items()}
+        for key, tensor in keys.stacked(renamed).items():
             tensors[(f"optimizer.state.{kind}.{key}",)] = tensor
     objects: dict[KeyPath, Any] = {(key,): [None] for key in keys.extra_states(state.weights)}
     return tensors, objects
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Common names -> keys of the format, and places in the stacks.
-
-    moe: paths of the layers with experts; layers, experts: sizes of the stacks; per_layer: every
-    layer has keys of its own.
-    """
-
-    style: NameStyle
-    moe: frozenset[str]
-    layers: int
-    experts: int
-    per_layer: bool
-
-    @classmethod
-    def of(cls, state: TrainingState, style: NameStyle) -> _Keys:
-        """The keys of a state's model, saved in `style`."""
-        names_by_layer: dict[str, set[str]] = {}
-        experts = 0
-        for name in state.weights:
-            if match := _LAYER.fullmatch(name):
-                names_by_layer.setdefault(match[1], set()).add(match[2])
-            if match := _COMMON_EXPERT.fullmatch(name):
-                experts = max(experts, 1 + int(match[2]))
-        # Layers whose parameters have different names cannot be stacked. Where all have the same
-        # names, core still stacks none if `moe_layer_freq` is a list or above 1.
-        differ = len({frozenset(names) for names in names_by_layer.values()}) > 1
-        frequency = argument_of(state.rest, "moe_layer_freq", 1)
-        per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
-        return cls(style, moe_layers(state.weights), len(names_by_layer), experts, per_layer)
-
-    def place(self, name: str) -> tuple[str, Shape, Shape]:
-        """The key of the parameter `name` (common), its indices in the key's stack, and the sizes
-        of the stack. Indices and sizes are () for a key without a stack."""
-        indices: Shape = ()
-        sizes: Shape = ()
-        if match := _COMMON_EXPERT.fullmatch(name):
-            # `match[1]` ends with ".experts"; core's keys have the word twice.
-            name = f"{match[1]}.experts.{match[3]}"
-            indices = (int(match[2]),)
-            sizes = (self.experts,)
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            return name, indices, sizes
-        layer_number, inside = match.groups()
-        layer = f"decoder.layers.{layer_number}"
-        # Keys have fused norms for both kinds of layers, since core's layers rename theirs when
-        # they save. The exception is a Transformer Engine layer with experts: the norm before its
-        # MLP is a module, and keeps its name. Core's layers rename that one too.
-        inside = fuse_norm(inside, self.style.fused_norms and layer in self.moe)
-        if self.per_layer:
-            return f"{layer}.{inside}", indices, sizes
-        return f"decoder.layers.{inside}", (int(layer_number), *indices), (self.layers, *sizes)
-
-    def stacked(self, tensors: Tensors) -> Tensors:
-        """Key -> tensor, stacked from the `tensors` by common name. Raises ValueError if a stack
-        has gaps."""
-        parts: dict[str, dict[Shape, LazyTensor]] = {}
-        shapes: dict[str, Shape] = {}
-        for name, tensor in tensors.items():
-            key, indices, sizes = self.place(name)
-            parts.setdefault(key, {})[indices] = tensor
-            shapes[key] = sizes
-        return {key: _stack(key, parts[key], shapes[key]) for key in parts}
-
-    def extra_states(self, names: Iterable[str]) -> Iterator[str]:
-        """Keys of the `_extra_state` objects of all layers, each with its place in the stack."""
-        for name in names:
-            key, indices, sizes = self.place(name)
-            if key.startswith(("output_layer.", "embedding.")):
-                continue
-            owners = []
-            for pattern in (_LINEAR, _NORM):
-                match = pattern.fullmatch(key)
-                if match:
-                    owners.append(match[1])
-            if key.endswith("linear_proj.weight"):
-                owners.append(key.removesuffix("linear_proj.weight") + "core_attention")
-            # Without a stack the object is number 0 of 1.
-            number = ".".join(map(str, indices or (0,)))
-            count = ".".join(map(str, sizes or (1,)))
-            for owner in owners:
-                yield f"{owner}._extra_state/shard_{number}_{count}"
-
-
-def _stack(key: str, parts: Mapping[Shape, LazyTensor], sizes: Shape) -> LazyTensor:
-    # The stack of `sizes` of the parts, which are given by their indices in it.
-    if not sizes:
-        return parts[()]
-    inner = []
-    for i in range(sizes[0]):
-        below = {indices[1:]: part for indices, part in parts.items() if indices[0] == i}
-        if not below:
-            raise ValueError(f"{key}: entry {i} of {sizes[0]} is missing")
-        inner.append(_stack(key, below, sizes[1:]))
-    return stack(inner)
 
 
 def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
@@ -286,7 +209,11 @@ def _with_optimizer(
     where: Path,
 ) -> TrainingState:
     # `state` with the optimizer's part. optimizer: kind -> tensors by name.
-    kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
+    shared = {alias: name for alias, name in SHARED.items() if name in state.weights}
+    kinds = {}
+    for kind, stored in optimizer.items():
+        parts = join_parts(in_common(stored))
+        kinds[kind] = {shared.get(name, name): part for name, part in parts.items()}
     main: Tensors = {}
     for kind in _MAIN_WEIGHTS:
         main |= kinds.pop(kind, {})
@@ -296,8 +223,11 @@ def _with_optimizer(
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
     shapes = {name: state.weights[name].shape for name in moments}
     not_adams = {name for name, kept in moments.items() if _SECOND not in kept}
-    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, not_adams, where)
+    groups, steps = from_optimizer_state(common, shapes, not_adams, where)
     weights = {**state.weights, **main}
+    for alias, name in shared.items():
+        if alias in weights:
+            weights[alias] = weights[name]
     return replace(state, weights=weights, moments=moments, groups=groups, steps=steps)
 
 
@@ -383,16 +313,32 @@ def _rng_key(numbers: Sequence[int], sizes: Sequence[int]) -> KeyPath:
     return (f"rng_state/shard_{place}_{size}",)
 
 
-def _style(common: Mapping[str, Any]) -> NameStyle | None:
-    """The style by the saved arguments; None without any."""
+def _style(common: Mapping[str, Any], weights: Tensors, where: Path) -> NameStyle | None:
+    """The style by the saved arguments, and of gates by shapes; None without any arguments. Raises
+    ValueError if an argument asks for modules whose names are not known."""
     implementation = argument_of(common, "transformer_impl")
     if implementation is None:
         return None
+    _check_arguments(common, where)
+    is_local = implementation == "local"
+    grouped = bool(argument_of(common, "moe_grouped_gemm", False))
+    shapes = {name: weight.shape for name, weight in weights.items()}
     return NameStyle(
-        fused_norms=implementation != "local",
-        grouped_experts=bool(argument_of(common, "moe_grouped_gemm", False)),
-        gated=bool(argument_of(common, "swiglu", False)),
+        fused_norms=not is_local,
+        grouped_experts=grouped and not is_local,
+        gated=bool(gated_layers(shapes)),
     )
+
+
+def _check_arguments(common: Mapping[str, Any], where: Path) -> None:
+    """Raises ValueError if an argument asks for modules whose names are not known: the keys of this
+    format do not show them."""
+    for argument, (module, remedy) in _UNKNOWN_MODULES.items():
+        value = argument_of(common, argument)
+        if value:
+            raise ValueError(
+                f"{where}: {argument}={value!r}: {module} cannot be converted. {remedy}"
+            )
 
 
 def _dropped(folder: DcpFolder) -> tuple[str, ...]:
@@ -402,7 +348,7 @@ def _dropped(folder: DcpFolder) -> tuple[str, ...]:
 
 
 def _commonest_dtype(weights: Tensors) -> torch.dtype | None:
-    dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
+    dtypes = [tensor.dtype for name, tensor in weights.items() if not is_buffer(name)]
     return max(set(dtypes), key=dtypes.count) if dtypes else None
 
 

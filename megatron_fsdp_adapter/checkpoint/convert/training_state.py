@@ -12,6 +12,8 @@ without splits or stacks:
     decoder.layers.3.mlp.experts.7.linear_fc1.weight
         SequentialMLP: ...mlp.experts.local_experts.7.linear_fc1.weight
         TEGroupedMLP:  ...mlp.experts.linear_fc1.weight7
+    mtp.layers.0.transformer_layer.mlp.linear_fc1.weight
+        core 0.19: mtp.layers.0.mtp_model_layer....
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, concat, narrow
-from megatron_fsdp_adapter.state.names import HALVES, split_depth
+from megatron_fsdp_adapter.checkpoint.convert.modules import in_layer
+from megatron_fsdp_adapter.core.layout.ranges import Shape
+from megatron_fsdp_adapter.state.names import HALVES, RENAMED, split_depth
 
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -33,11 +37,9 @@ _FUSED = (
 _SEQUENTIAL = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc\d)\.(weight|bias)(\d+)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(linear_fc\d)\.(weight|bias)")
-_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
-_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
-_PARAMETER = re.compile(r"(?:.+\.)?(?:weight|bias)")
+_NUMBERED = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
 _FIRST_LINEAR = re.compile(
-    r".*mlp\.(?:shared_experts\.|experts\.\d+\.)?linear_fc1\.(?:weight|bias)"
+    r"(.*mlp\.(?:shared_experts\.|experts\.\d+\.)?)linear_fc1\.(?:weight|bias)"
 )
 
 
@@ -46,12 +48,14 @@ class NameStyle:
     """The kinds of a model's modules that its parameters' names depend on.
 
     fused_norms: Transformer Engine's layers, which contain the preceding norm; grouped_experts:
-    TEGroupedMLP; gated: the first linear layer of an MLP is a gate half over a linear half.
+    TEGroupedMLP; gated: the first linear layer of an MLP is a gate half over a linear half;
+    renamed: the newer texts of `RENAMED` in the names.
     """
 
     fused_norms: bool
     grouped_experts: bool
     gated: bool
+    renamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,68 +105,113 @@ def dtype_argument(rest: Mapping[str, Any]) -> torch.dtype | None:
 
 def common_name(name: str) -> str:
     """The common name of a parameter called `name` in a model of any style."""
+    for renaming in RENAMED:
+        name = renaming.to_older(name)
     if match := _SEQUENTIAL.fullmatch(name):
         return ".".join(match.groups())
     if match := _GROUPED.fullmatch(name):
         path, linear, kind, number = match.groups()
         return f"{path}.{number}.{linear}.{kind}"
-    if match := _LAYER.fullmatch(name):
-        layer, inside = match.groups()
-        for fused, separate in _FUSED:
-            if inside.startswith(fused):
-                return f"{layer}.{separate}{inside.removeprefix(fused)}"
-    return name
-
-
-def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
-    """The name of the parameter `name` (common) in a model of this style.
-
-    moe_layers: paths of the layers with experts. Their norm before the MLP is never fused, because
-    it precedes the router too."""
-    if match := _EXPERT.fullmatch(name):
-        path, number, linear, kind = match.groups()
-        if style.grouped_experts:
-            return f"{path}.{linear}.{kind}{number}"
-        return f"{path}.local_experts.{number}.{linear}.{kind}"
-    match = _LAYER.fullmatch(name)
-    if not style.fused_norms or match is None:
-        return name
-    layer, inside = match.groups()
-    return f"{layer}.{fuse_norm(inside, layer in moe_layers)}"
-
-
-def fuse_norm(name: str, keeps_mlp_norm: bool) -> str:
-    """Name inside a layer -> the name with norms fused into the following linear layers.
-
-    keeps_mlp_norm: the norm before the MLP is not fused."""
+    layer, inside = in_layer(name)
     for fused, separate in _FUSED:
-        if keeps_mlp_norm and fused.startswith("mlp."):
-            continue
-        if name.startswith(separate):
-            return fused + name.removeprefix(separate)
+        if inside.startswith(fused):
+            return f"{layer}.{separate}{inside.removeprefix(fused)}"
     return name
 
 
-def moe_layers(names: Iterable[str]) -> frozenset[str]:
-    """Paths of the layers with experts, such as `decoder.layers.3`."""
-    found = set()
-    for name in names:
-        match = _LAYER.fullmatch(name)
-        if match and match[2].startswith("mlp.experts."):
-            found.add(match[1])
-    return frozenset(found)
+@dataclass(frozen=True)
+class LayerKinds:
+    """The kinds of a model's layers that the names of norms depend on, as sets of their paths.
 
+    moe: layers with experts; attention: layers with attention of any kind; qkv: those whose
+    queries, keys and values come from one linear layer.
+    """
 
-def is_parameter(name: str) -> bool:
-    """True if `name` (common) is a parameter; else it is a buffer, such as a router's
-    `expert_bias`."""
-    return bool(_PARAMETER.fullmatch(name))
+    moe: frozenset[str]
+    attention: frozenset[str]
+    qkv: frozenset[str]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> LayerKinds:
+        """The kinds of the layers that the parameters `names` (common) belong to."""
+        found: dict[str, set[str]] = {"mlp.experts.": set(), "self_attention.": set()}
+        qkv = set()
+        for name in names:
+            layer, inside = in_layer(name)
+            for start, layers in found.items():
+                if inside.startswith(start):
+                    layers.add(layer)
+            if inside == "self_attention.linear_qkv.weight":
+                qkv.add(layer)
+        moe, attention = found.values()
+        return cls(frozenset(moe), frozenset(attention), frozenset(qkv))
+
+    def styled(self, name: str, style: NameStyle) -> str:
+        """The name of the parameter `name` (common) in a model of this style."""
+        if match := _EXPERT.fullmatch(name):
+            path, number, linear, kind = match.groups()
+            if style.grouped_experts:
+                styled = f"{path}.{linear}.{kind}{number}"
+            else:
+                styled = f"{path}.local_experts.{number}.{linear}.{kind}"
+        elif style.fused_norms:
+            styled = self._with_fused_norm(name)
+        else:
+            styled = name
+        for renaming in RENAMED:
+            if renaming.newer in style.renamed:
+                styled = renaming.to_newer(styled)
+        return styled
+
+    def stored(self, name: str, style: NameStyle) -> str:
+        """The name of `name` (common) in `torch_dist`, without stacks.
+
+        Layers of core rename their norms when they are saved, that before experts too. They do not
+        if their attention is of another kind than `qkv`."""
+        if style.fused_norms:
+            return self._with_fused_norm(name)
+        layer, _ = in_layer(name)
+        if layer in self.attention - self.qkv:
+            return name
+        return self._with_fused_norm(name, before_experts=True)
+
+    def _with_fused_norm(self, name: str, before_experts: bool = False) -> str:
+        """`name`, or that of a norm in the linear layer that follows it. before_experts: also of
+        the norm before experts, which precedes the router too."""
+        layer, inside = in_layer(name)
+        attention, mlp = _FUSED
+        pairs = []
+        if layer in self.qkv:
+            pairs.append(attention)
+        if before_experts or layer not in self.moe:
+            pairs.append(mlp)
+        for fused, separate in pairs:
+            if inside.startswith(separate):
+                return f"{layer}.{fused}{inside.removeprefix(separate)}"
+        return name
 
 
 def is_first_linear(name: str) -> bool:
     """True if `name` (common) belongs to an MLP's first linear layer, which has two halves if
     gated."""
     return bool(_FIRST_LINEAR.fullmatch(name))
+
+
+def gated_layers(shapes: Mapping[str, Shape]) -> frozenset[str]:
+    """The names (common) of weights and biases that have two halves.
+
+    Of a gated MLP, the first linear layer has two rows for each column of the second one. The
+    arguments name the activation, and each release knows others."""
+    found = set()
+    for name in shapes:
+        match = _FIRST_LINEAR.fullmatch(name)
+        if match is None:
+            continue
+        first = shapes.get(f"{match[1]}linear_fc1.weight")
+        second = shapes.get(f"{match[1]}linear_fc2.weight")
+        if first and second and first[0] == 2 * second[1]:
+            found.add(name)
+    return frozenset(found)
 
 
 def is_expert(name: str) -> bool:
@@ -219,24 +268,35 @@ def split_halves(tensor: LazyTensor) -> Tensors:
     return {half: narrow(tensor, i * rows, rows) for i, half in enumerate(HALVES)}
 
 
+def numbered(name: str) -> tuple[str, int, str] | None:
+    """Block ("encoder" or "decoder"), number of the layer, and the rest of `name` (common); None
+    for a name outside these layers."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
 def check_layers(state: TrainingState, where: object) -> None:
     """Raises ValueError unless the layers are numbered 0, 1, ... over the whole model.
 
     Layers are missing where their numbers begin at 0 on each pipeline stage.
     """
-    found = set()
+    found: dict[str, set[int]] = {}
     for name in state.weights:
-        match = _LAYER_NUMBER.match(name)
-        if match:
-            found.add(int(match[1]))
-    wanted = int(argument_of(state.rest, "num_layers", len(found)))
-    missing = sorted(set(range(wanted)) - found)
-    if missing or len(found) != wanted:
-        raise ValueError(
-            f"{where} has the layers {_ranges(found)}, but a model of {wanted} layers has "
-            f"0-{wanted - 1}. Layer numbers that start at 0 on each pipeline stage, as in "
-            "checkpoints of Megatron-FSDP, cannot be converted"
-        )
+        if place := numbered(name):
+            block, number, _ = place
+            found.setdefault(block, set()).add(number)
+    if not found:
+        found["decoder"] = set()
+    for block, numbers in found.items():
+        # Of T5, `num_layers` is the number of the encoder's.
+        of_block = argument_of(state.rest, f"{block}_num_layers") if len(found) > 1 else None
+        wanted = int(of_block or argument_of(state.rest, "num_layers", len(numbers)))
+        if numbers != set(range(wanted)):
+            raise ValueError(
+                f"{where} has the layers {_ranges(numbers)} in its {block}, but a model of "
+                f"{wanted} layers has 0-{wanted - 1}. Layer numbers that start at 0 on each "
+                "pipeline stage, as in checkpoints of Megatron-FSDP, cannot be converted"
+            )
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -30,11 +30,12 @@ from typing import Any
 
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
-from ...checkpoint.fitting import fit, taken_over
+from ...checkpoint.fitting import fit, renamed_like, taken_over
 from ...checkpoint.state import (
     StateDict,
     StateMapping,
     compare,
+    entries,
     flatten,
     from_stored,
     to_stored,
@@ -180,6 +181,9 @@ load_of_bridge = functools.partial(_load, _of_bridge)
 def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict:
     """The state that was read, in the form of `wanted`: with its model chunks, and in its tensors.
     Generator states that were not read are those of `wanted`."""
+    read = {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}
+    own = renamed_like(read, (key for _, _, key in entries(wanted)))
+    state = {**state, **own}
     result = {key: value for key, value in state.items() if key != MODEL}
     for key in wanted:
         if key == MODEL or _CHUNK.fullmatch(key):
@@ -203,6 +207,7 @@ def _prepared(
         del asked[_RNG]
     asked_parts = {key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}
     parts = to_stored(asked_parts, rank, is_loading=True)
+    parts = renamed_like(parts, metadata.state_dict_metadata)
     fit(parts, metadata, vocab_size)
     mismatch = compare(flatten(parts), metadata)
     if (strict and mismatch.missing) or mismatch.different:
