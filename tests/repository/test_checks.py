@@ -16,8 +16,8 @@ CHECKS = ()  # reads the tests
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_fsdp_adapter"
-PROGRAM = "tests/gpu/__main__.py"
-"""`python -m tests.gpu`, which runs the tests of its folder."""
+PROGRAMS = ("tests/gpu/__main__.py", "tests/hunt/__main__.py")
+"""`python -m tests.gpu` and `python -m tests.hunt`, which are called by hand."""
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def place_problems(files: Mapping[str, str]) -> Iterator[str]:
     for path, text in files.items():
         for name in sorted(tests.intersection(imported_names(text))):
             yield f"{path} imports {name}"
-        is_helper = not Path(path).name.startswith(("test_", "conftest")) and path != PROGRAM
+        is_helper = not Path(path).name.startswith(("test_", "conftest")) and path not in PROGRAMS
         if is_helper != path.startswith("tests/lib/"):
             yield f"{path} is a {'helper' if is_helper else 'test'} and lies elsewhere than such"
 

@@ -1,0 +1,54 @@
+"""What hunts may find: documented refusals, and findings that wait for a change of the engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# fmt: off
+REFUSALS = (
+    (r"a backward ran after this step's gradients had been reduced",
+     "backwards of a step but the last run under no_sync (docs/migration.md)"),
+    (r"whose weights are not gathered \(phase",
+     "resharded parameters are read between a forward and its backward (docs/fsdp2.md)"),
+    (r"was set to True, but the parameter was frozen when the model was wrapped",
+     "wrap with requires_grad=True, and freeze afterwards"),
+)
+"""Texts of errors that the package raises on purpose, as patterns, and where they are explained."""
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Known:
+    """A finding that is listed and not fixed. signature: a pattern for the whole signature;
+    reason: its cause."""
+
+    signature: str
+    reason: str
+
+
+PENDING = "a forward waits for its backward, so parameters() shows unsharded parameters"
+ROWS = "a rank has any rows of a parameter, which torch takes for an even split"
+
+# fmt: off
+KNOWN = (
+    Known(r"(wrong|error on one rank): .*(project gradients|Expected cond to be True).*", ROWS),
+    Known(r"wrong: .*\b(saliency|evaluation with gradients|no backward|penalty)\b.*", PENDING),
+    Known(r"wrong: .*\braises (in forward|at the end|in backward)\b(?! and).*", PENDING),
+    Known(r"error: RuntimeError: \w+: its parameters are from before the model was sharded.*",
+          PENDING),
+    Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
+    Known(r"error: RuntimeError: setStorage: .*",
+          "hooks are on tensors of a level of torch.func, which has nodes of its own"),
+    Known(r"wrong: .*\b(jvp|vmap)\b.*",
+          "hooks are on tensors of a level of torch.func, which has nodes of its own"),
+)
+# fmt: on
+
+
+def reason_for(signature: str) -> str | None:
+    """The reason of a known finding; None if the signature is a new one."""
+    for one in KNOWN:
+        if re.fullmatch(one.signature, signature):
+            return one.reason
+    return None
