@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter.checkpoint import folders, running
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer, write
 from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, mapped
@@ -80,8 +81,8 @@ def _write(
     except BaseException as error:
         if not finish_called.is_set():
             print(
-                f"{writer.checkpoint_id} was not saved: the background write failed "
-                f"({message_of(error)}). The previous checkpoint is kept",
+                f"{writer.checkpoint_id}: the save in the background failed "
+                f"({message_of(error)}). A load takes the checkpoint that {folders.TRACKER} names",
                 file=sys.stderr,
                 flush=True,
             )
@@ -120,9 +121,9 @@ class AsyncSaver:
     ) -> None:
         """Starts `save_checkpoint` in the background; the state may change once this returns.
 
-        The arguments are those of `dcp.save_checkpoint`. First waits for the previous save. The new
-        checkpoint becomes the newest one of `root` once it is complete on all ranks; until then the
-        previous one stays the newest.
+        The arguments are those of `dcp.save_checkpoint`. First waits for the previous save, and for
+        those of other savers of this process into `root`. The new checkpoint becomes the newest one
+        of `root` once it is complete on all ranks; until then the previous one stays the newest.
 
         Raises on every rank the errors of `save_checkpoint` about arguments and state, and the
         error of the previous save. In both cases this save is not started.
@@ -135,15 +136,19 @@ class AsyncSaver:
             return make_writer(root, iteration, keep_last, topology)
 
         # `wait` finishes this save before the next one starts, so the thread's group is free then.
-        self._writing = self.start(stored, new_writer, self.ranks)
+        self._writing = self.start(stored, root, new_writer, self.ranks)
 
     def start(
-        self, stored: StateMapping, new_writer: Callable[[], SafeWriter], finish_ranks: Coordinator
+        self,
+        stored: StateMapping,
+        root: Path,
+        new_writer: Callable[[], SafeWriter],
+        finish_ranks: Coordinator,
     ) -> Writing:
-        """Copies a state, as torch DCP stores it, and starts writing it.
+        """Copies a state, as torch DCP stores it, and starts writing it into a folder of `root`.
 
         For callers that check and finish saves themselves. A second call overwrites the copy of the
-        first, so its write must be over.
+        first, so its write must be over. Waits for those of other savers into `root`.
 
         new_writer: called when all ranks have copied; a save without memory makes no writer.
         finish_ranks: `Writing.ranks` of the result. They need a group of their own, other than that
@@ -151,9 +156,11 @@ class AsyncSaver:
         uses that of `self.ranks`.
 
         Raises on every rank if a rank has no memory for the copy; nothing is then written."""
+        running.wait(root)
         copied, _ = self.ranks.run("copying the state", lambda: host_copy(stored, self._buffers))
         finish_called = threading.Event()
         future = self._thread.submit(_write, copied, new_writer(), self.ranks, finish_called)
+        running.add(future, root)
         return Writing(future, finish_ranks, finish_called)
 
     @property

@@ -49,7 +49,7 @@ class Coordinator:
 
         If it raised on any rank, every rank raises one error that quotes each different message
         with its ranks: FileNotFoundError or ValueError if a rank raised that, else CheckpointError.
-        One all_gather_object either way.
+        A rank that was interrupted raises that. One all_gather_object either way.
         """
         cause: BaseException | None = None
         shared: R | None = None
@@ -69,7 +69,8 @@ class Coordinator:
                 kind, messages[rank] = failed
                 kinds.append(kind)
         if messages:
-            raise _KINDS[min(kinds)](_report(stage, messages, self.size)) from cause
+            together = _KINDS[min(kinds)](_report(stage, messages, self.size))
+            raise interruption_in(cause, self.rank) or together from cause
         return result, tuple(value for value, _ in results)
 
 
@@ -108,6 +109,15 @@ def _kind_of(error: BaseException) -> int:
         if isinstance(error, kind):
             return i
     return len(_KINDS) - 1
+
+
+def interruption_in(error: BaseException | None, rank: int) -> BaseException | None:
+    """The SystemExit or KeyboardInterrupt of this rank in an error of torch DCP, which wraps these
+    as it wraps errors. None if it has none. A signal handler may raise them."""
+    if not isinstance(error, CheckpointException) or rank not in error.failures:
+        return None
+    cause, _ = error.failures[rank]
+    return cause if isinstance(cause, (SystemExit, KeyboardInterrupt)) else None
 
 
 def message_of(error: BaseException) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import folders, publishing, running
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
 from megatron_fsdp_adapter.checkpoint.fitting import fit, renamed_like
 from megatron_fsdp_adapter.checkpoint.state import (
@@ -85,8 +85,9 @@ def save_checkpoint(
 ) -> Path:
     """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
 
-    Called by all ranks of `group` with the same arguments except the state. Whenever a process
-    dies, the previous newest checkpoint stays loadable, even one of the same iteration.
+    Called by all ranks of `group` with the same arguments except the state. Waits for background
+    saves of this process into `root`. Whenever a process dies, the previous newest checkpoint stays
+    loadable, even one of the same iteration.
 
     Args:
         root: the folder of all checkpoints.
@@ -103,9 +104,10 @@ def save_checkpoint(
     Raises:
         ValueError: on every rank, for bad arguments or an unusable state.
         CheckpointError: on every rank, if writing fails on any rank or if another job saves the
-            same iteration meanwhile; the written files are then deleted.
+            same or a later iteration meanwhile; the written files are then deleted.
     """
     root = Path(root)
+    running.wait(root)
     with coordination(group) as ranks:
         stored = begin_save(ranks, root, iteration, state, keep_last)
         writer = make_writer(root, iteration, keep_last, topology)
@@ -197,7 +199,7 @@ def make_writer(
     """The writer of a save. It publishes the complete checkpoint as the newest of `root`."""
 
     def publish(temporary: Path, _: Path) -> None:
-        folders.publish(root, iteration, temporary, keep_last)
+        publishing.publish(root, iteration, temporary, keep_last)
 
     return SafeWriter(folders.final_folder(root, iteration), dict(topology or {}), publish)
 

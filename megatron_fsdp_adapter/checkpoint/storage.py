@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_fsdp_adapter.checkpoint import digests, folders, record
+from megatron_fsdp_adapter.checkpoint import atomic, digests, folders, publishing, record
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties, portable
 
 
@@ -53,7 +53,7 @@ class SafeWriter(FileSystemWriter):
         self,
         folder: Path,
         topology: dict[str, Any] | None = None,
-        publish: Callable[[Path, Path], None] = folders.publish_without_tracker,
+        publish: Callable[[Path, Path], None] = publishing.publish_without_tracker,
     ) -> None:
         # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
@@ -72,7 +72,7 @@ class SafeWriter(FileSystemWriter):
         """Makes the temporary folder, before ranks receive their plans."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            self._temporary = folders.prepare_folder(self._folder)
+            self._temporary = publishing.prepare_folder(self._folder)
             self.path = self._temporary
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -91,14 +91,14 @@ class SafeWriter(FileSystemWriter):
         """Writes this rank's items into one file, and forces it to disk."""
         path = Path(plan.storage_data)
         done: Future[list[WriteResult]] = Future()
-        with _unless_taken(path.parent, self._folder):
+        with unless_taken(path.parent, self._folder):
             done.set_result(_write_file(path, plan.items, planner))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes metadata, record and digests, forces them to disk, and publishes."""
         temporary = Path(self.path)
-        with _unless_taken(temporary, self._folder):
+        with unless_taken(temporary, self._folder):
             super().finish(metadata, with_shared_parts(metadata, results))
             number = folders.iteration_of(self._folder)
             record.write_record(temporary, len(results), number, self._topology)
@@ -113,18 +113,18 @@ class SafeWriter(FileSystemWriter):
         because the caller raises the save's error."""
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
-            folders.remove_or_warn([temporary])
+            publishing.discard(temporary)
 
 
 @contextmanager
-def _unless_taken(temporary: Path, folder: Path) -> Iterator[None]:
-    """Replaces an OSError by `taken_away` if another job has taken the temporary folder."""
+def unless_taken(temporary: Path, folder: Path) -> Iterator[None]:
+    """Replaces an OSError by `taken_away` if the temporary folder is gone."""
     try:
         yield
     except OSError as error:
         if temporary.is_dir():
             raise
-        raise folders.taken_away(temporary, folder) from error
+        raise publishing.taken_away(temporary, folder) from error
 
 
 def complete_folder(folder: Path, files: dict[str, digests.FileDigest]) -> None:
@@ -135,8 +135,8 @@ def complete_folder(folder: Path, files: dict[str, digests.FileDigest]) -> None:
     others = [path for path in folder.iterdir() if path.name not in files]
     found = {path.name: digests.digest_of(path) for path in others}
     digests.write_digests(folder, {**files, **found})
-    folders.sync_files([*others, folder / digests.DIGESTS])
-    folders.sync_folder(folder)
+    atomic.sync_files([*others, folder / digests.DIGESTS])
+    atomic.sync_folder(folder)
 
 
 def exact_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,11 +168,22 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> lis
             if isinstance(data, io.BytesIO):
                 file.write(data.getbuffer())
             else:
-                torch.save(exact_storage(data), cast(Any, file))
+                _save_tensor(data, file)
             length = file.tell() - start
             place = _StorageInfo(path.name, start, length)
             results.append(WriteResult(item.index, length, (place, file.crc)))
     return results
+
+
+def _save_tensor(tensor: torch.Tensor, file: digests.DigestingFile) -> None:
+    """torch.save of a tensor. An interruption (SystemExit, KeyboardInterrupt), which a signal
+    handler may raise, is raised as such: torch.save closes its archive and raises another error."""
+    try:
+        torch.save(exact_storage(tensor), cast(Any, file))
+    except Exception as error:
+        if isinstance(error.__context__, (SystemExit, KeyboardInterrupt)):
+            raise error.__context__ from None
+        raise
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def test_a_failure_that_nothing_waits_for_is_told(tmp_path: Path, asks: str, tol
     command = [sys.executable, "-W", "ignore", "-c", SILENT, str(tmp_path), asks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    line = "iter_0000001 was not saved: the background write failed (rank 0: "
+    line = "iter_0000001: the save in the background failed (rank 0: "
     assert done.stderr.count(line) == done.stderr.count("<lambda> on __main__ failed") == told
 
 

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, folders, storage
+from megatron_fsdp_adapter.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    atomic,
+    folders,
+    publishing,
+    running,
+    storage,
+)
 from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
@@ -138,7 +146,7 @@ def replaced(one_rank: None, tmp_path: Path) -> Path:
     save_checkpoint(tmp_path, 2, _state(2.0))
     folder = folders.final_folder(tmp_path, 2)
     folder.rename(folders.replaced_name(folder))
-    folders.fresh_name(folder).mkdir()
+    atomic.fresh_name(folder).mkdir()
     return tmp_path
 
 
@@ -148,7 +156,7 @@ def test_a_save_killed_between_its_renames_leaves_the_old_one(replaced: Path) ->
     assert same(loaded, _state(2.0))
 
     # As far as the next save gets if it is killed too.
-    folders.prepare_folder(folders.final_folder(root, 2))
+    running.end(publishing.prepare_folder(folders.final_folder(root, 2)))
     _, loaded = load_checkpoint(root, _state())
     assert same(loaded, _state(2.0))
 

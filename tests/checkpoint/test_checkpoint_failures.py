@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, digests, folders, record
+from megatron_fsdp_adapter.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    atomic,
+    digests,
+    folders,
+    publishing,
+    record,
+)
 from megatron_fsdp_adapter.checkpoint import storage as writing
 from megatron_fsdp_adapter.checkpoint.dcp import latest_iteration, load_checkpoint, save_checkpoint
 from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
@@ -55,13 +63,13 @@ SAVES: tuple[Save, ...] = (
 )
 
 FAULTS: tuple[tuple[Any, str, int], ...] = (
-    (folders, "prepare_folder", 0),
+    (publishing, "prepare_folder", 0),
     (writing, "_write_file", 1),
     (digests.DigestingFile, "write", 1),
-    (folders, "sync_files", 0),
-    (folders, "_write_synced", 0),
-    (folders, "publish", 0),
-    (folders, "rename_into_place", 0),
+    (atomic, "sync_files", 0),
+    (publishing, "write_synced", 0),
+    (publishing, "publish", 0),
+    (publishing, "rename_into_place", 0),
 )
 """What fails, and on which rank: everything but the data is written by the first."""
 
@@ -197,7 +205,7 @@ def test_what_cannot_be_deleted_is_one_warning_after_the_checkpoint_is_there(
 HELD: tuple[tuple[Any, str], ...] = (
     (writing, "_write_file"),
     (record, "write_record"),
-    (folders, "rename_into_place"),
+    (publishing, "rename_into_place"),
 )
 """Where the first job is held up while the second one saves."""
 
@@ -217,7 +225,7 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
 
         if rank == 0:
             state = {**_state(0, 1.0), "x": torch.ones(3)}
-            taken = pytest.raises(CheckpointError, match="another job saves to")
+            taken = pytest.raises(CheckpointError, match="is gone. Either another job")
             with mock.patch.object(owner, name, held), taken as error:
                 save_checkpoint(root, 10, state, group=group)
             assert str(error.value).count("another job") == 1

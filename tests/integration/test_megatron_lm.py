@@ -26,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import atomic, folders
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
@@ -309,7 +309,7 @@ def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not
     assert folders.read_tracker(tmp_path) == 6
     for iteration in (1, 6):
         assert_saved(tmp_path, iteration)
-    folders.write_atomically(tmp_path / folders.TRACKER, "2")
+    atomic.write_atomically(tmp_path / folders.TRACKER, "2")
     assert_resumed(plain, trained("dense", f"{saving} --load {tmp_path}"))
 
 
@@ -411,7 +411,7 @@ def test_what_is_converted_goes_on_with_the_same_losses(
     target = tmp_path / other
     trained(name, f"{FORMATS[saved]} --save {source} --save-interval 2")
     convert(source, target, other, iteration=2)
-    folders.write_atomically(source / folders.TRACKER, "2")
+    atomic.write_atomically(source / folders.TRACKER, "2")
     expected = trained(name, f"{FORMATS[saved]} --load {source}").values
     resumed = trained(name, f"{FORMATS[other]} --load {target}").values
     wanted = [(step, what) for step in (3, 4) for what in ("lm loss", "grad norm")]

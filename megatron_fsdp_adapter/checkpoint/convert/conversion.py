@@ -17,12 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_adapter.checkpoint import folders, record, storage
+from megatron_fsdp_adapter.checkpoint import folders, publishing, record, storage
+from megatron_fsdp_adapter.checkpoint.atomic import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.convert import fsdp_dtensor, torch_dist
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     BLOCK_BYTES,
     FSDP_DTENSOR,
     TORCH_DIST,
+    Contents,
     DcpFolder,
     write_folder,
 )
@@ -77,7 +79,7 @@ def convert(
     The result is written under a temporary name and renamed once all of it is on disk, so an
     interrupted conversion leaves nothing that looks like a checkpoint. Raises FileNotFoundError or
     ValueError before writing anything if the input cannot be converted or the target exists, and
-    ValueError while writing if data files are damaged.
+    ValueError while writing if data files are damaged or another job saves to the target.
     """
     _check_format(target_format)
     _check_target(target)
@@ -95,16 +97,19 @@ def convert(
             copied = {RUN_CONFIG: functools.partial(shutil.copyfile, run_config)}
             contents = replace(contents, files={**contents.files, **copied})
         folder = folders.final_folder(target, state.iteration)
-        temporary = folders.prepare_folder(folder)
+        temporary = publishing.prepare_folder(folder)
         try:
-            write_folder(temporary, contents, block_bytes, progress)
-            if target_format == FSDP_DTENSOR:
-                record.write_record(temporary, 1, state.iteration, {})
-                storage.complete_folder(temporary, {})
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise _cause(error) from error
-        folders.publish(target, state.iteration, temporary, None)
+            with storage.unless_taken(temporary, folder):
+                _write(temporary, contents, state, target_format, block_bytes, progress)
+            taken = _names_in(target)
+            if taken:
+                raise ValueError(
+                    f"{target} has {taken[0]} by now: another job saves to it. Name a new folder"
+                )
+            publishing.publish(target, state.iteration, temporary, None)
+        except BaseException:
+            publishing.discard(temporary)
+            raise
     return {
         "source_format": opened.format,
         "target_format": target_format,
@@ -114,6 +119,24 @@ def convert(
         "nbytes": sum(tensor.nbytes for tensor in contents.tensors.values()),
         "dropped": state.dropped,
     }
+
+
+def _write(
+    temporary: Path,
+    contents: Contents,
+    state: TrainingState,
+    target_format: str,
+    block_bytes: int,
+    progress: Progress,
+) -> None:
+    """Writes all files of the result. DCP's error about all ranks is replaced by its cause."""
+    try:
+        write_folder(temporary, contents, block_bytes, progress)
+        if target_format == FSDP_DTENSOR:
+            record.write_record(temporary, 1, state.iteration, {})
+            storage.complete_folder(temporary, {})
+    except BaseException as error:
+        raise _cause(error) from error
 
 
 @contextmanager
@@ -143,11 +166,15 @@ def _check_target(target: Path) -> None:
     if os.path.lexists(target) and not target.is_dir():
         what = "a link that leads nowhere" if target.is_symlink() else "a file"
         raise ValueError(f"{target} is {what}. Name a new folder for the result")
-    # What interrupted conversions left does not count.
-    names = sorted(path.name for path in target.glob("*"))
-    taken = [name for name in names if not name.startswith(folders.TEMPORARY)]
+    taken = _names_in(target)
     if taken:
         raise ValueError(f"{target} is not empty (it has {taken[0]}). Name a new folder")
+
+
+def _names_in(target: Path) -> list[str]:
+    """Names in a folder, without those that an interrupted conversion left."""
+    names = sorted(path.name for path in target.glob("*"))
+    return [name for name in names if not name.startswith(TEMPORARY)]
 
 
 def _cause(error: BaseException) -> BaseException:

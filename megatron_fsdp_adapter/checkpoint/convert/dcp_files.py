@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import atomic, folders
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, _slices, blocks
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
@@ -238,7 +238,7 @@ def write_folder(folder: Path, contents: Contents, block_bytes: int, progress: P
     torch_dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     for name, write in contents.files.items():
         write(folder / name)
-    folders.sync_files(path for path in folder.iterdir() if path.is_file())
+    atomic.sync_files(path for path in folder.iterdir() if path.is_file())
 
 
 def dotted(path: KeyPath) -> str:

@@ -166,7 +166,7 @@ class AsyncStrategy:
         def writer() -> SafeWriter:
             return SafeWriter(storage_writer.folder, dict(self._topology()))
 
-        self._last = saver.start(state_dict, writer, ranks)
+        self._last = saver.start(state_dict, storage_writer.folder.parent, writer, ranks)
         storage_writer.save = self._last
         return (self._last,)
 

@@ -7,8 +7,12 @@ its final name, or an empty tracker. Their module takes torch DCP's storage writ
 module are replaced:
 
 - torch DCP's writer by `SafeWriter`;
-- torch DCP's `save` by one that removes what a failed save wrote;
-- the opening of a tracker for writing by a file that takes the tracker's place when it is closed.
+- torch DCP's `save` by one that waits for saves in the background and removes what a failed save
+  wrote;
+- the opening of a tracker for writing by a file that takes the tracker's place when it is closed;
+- the deletion of a checkpoint by one that renames it first, so that half a checkpoint never has a
+  final name;
+- the function that keeps the newest checkpoints by one that counts complete ones only.
 
 Nothing else in the process sees another torch. Asynchronous saves take their writer from a table,
 and get another table (`background_saves.py`).
@@ -21,14 +25,17 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from megatron_fsdp_adapter.checkpoint import folders, record
+from megatron_fsdp_adapter.checkpoint import atomic, folders, publishing, record, running
+from megatron_fsdp_adapter.checkpoint.coordination import interruption_in
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint.background_saves import (
@@ -39,9 +46,10 @@ from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 
 
 class ReplacingFile(io.StringIO):
-    """A text file in memory that replaces the file at `path`, all at once, when it is closed.
+    """A text file in memory that replaces the tracker at `path`, all at once, when it is closed.
 
-    If an error leaves its `with` block, the file at `path` stays as it was.
+    If an error leaves its `with` block, the tracker stays as it was; also if it names a save that
+    was begun later, as when a background save is confirmed after a plain one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,8 +63,16 @@ class ReplacingFile(io.StringIO):
 
     def close(self) -> None:
         if not self.closed and not self._failed:
-            folders.write_atomically(self._path, self.getvalue())
+            self._replace(self.getvalue())
         super().close()
+
+    def _replace(self, text: str) -> None:
+        root = self._path.parent
+        if not text.isdecimal():  # a release
+            atomic.write_atomically(self._path, text)
+        elif not running.is_overtaken(root, int(text)):
+            atomic.write_atomically(self._path, text)
+            running.tracked(root, int(text))
 
 
 def opening(original: Original) -> Callable[..., Any]:
@@ -76,9 +92,9 @@ def copying(original: Original) -> Callable[..., Any]:
     def copy(source: Any, target: Any, **kwargs: Any) -> Any:
         if not _is_local(target) or Path(target).is_dir():
             return original(source, target, **kwargs)
-        with folders.replacing(Path(target)) as beside:
+        with atomic.replacing(Path(target)) as beside:
             original(source, beside, **kwargs)
-            folders.sync_files([beside])
+            atomic.sync_files([beside])
         return target
 
     return copy
@@ -106,12 +122,18 @@ def torch_view(module: ModuleType, torch: Any) -> ModuleView:
         return FileSystemReader(path, *args, **kwargs)
 
     def save(*args: Any, **kwargs: Any) -> Any:
+        used = kwargs.get("storage_writer")
+        if not isinstance(used, SafeWriter):
+            return torch.distributed.checkpoint.save(*args, **kwargs)
+        running.wait(Path(used.checkpoint_id).parent)
         try:
             return torch.distributed.checkpoint.save(*args, **kwargs)
-        except BaseException:
-            used = kwargs.get("storage_writer")
-            if isinstance(used, SafeWriter):
-                used.discard()
+        except BaseException as error:
+            used.discard()
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            interruption = interruption_in(error, rank)
+            if interruption is not None:
+                raise interruption from error
             raise
 
     answers = {"FileSystemWriter": writer, "FileSystemReader": reader, "save": save}
@@ -135,9 +157,49 @@ def opens(module: ModuleType, held: Any) -> Any:
     return ModuleView(held, {"open": opening(lambda *args, **kwargs: held.open(*args, **kwargs))})
 
 
+def removing(original: Original) -> Callable[..., Any]:
+    """A function like `shutil.rmtree` that renames a checkpoint before it deletes it."""
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> Any:
+        number = folders.iteration_of(Path(path)) if _is_local(path) else None
+        if number is None:
+            original(path, *args, **kwargs)
+        elif number == publishing.tracked(Path(path).parent):
+            raise OSError(f"{path} is kept: {folders.TRACKER} names it")
+        else:
+            publishing.remove(Path(path))
+
+    return rmtree
+
+
 def shutil_view(module: ModuleType, held: Any) -> ModuleView:
-    """The view of shutil in which `copy` replaces files as a whole."""
-    return ModuleView(held, {"copy": copying(held.copy)})
+    """The view of shutil in which files are replaced and checkpoints deleted as a whole."""
+    return ModuleView(held, {"copy": copying(held.copy), "rmtree": removing(held.rmtree)})
+
+
+def keep_newest(
+    original: Original, save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False
+) -> None:
+    """Stands for `cleanup_old_non_persistent_checkpoint`: deletes all complete checkpoints of a
+    folder but the newest, and the one that the tracker names.
+
+    The original also counts the empty folder of a save that runs in the background or was killed.
+    With `leave_ckpt_num=1` it then deletes the only complete checkpoint."""
+    if not _is_local(save_dir):
+        original(save_dir, leave_ckpt_num, do_async)
+        return
+    if leave_ckpt_num < 1 or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    root = Path(save_dir)
+    if not root.is_dir():
+        return
+    doomed = publishing.surplus(root, leave_ckpt_num)
+    if doomed:
+        print(f"checkpoints that are deleted: {', '.join(map(str, doomed))}", flush=True)
+    if do_async:
+        threading.Thread(target=publishing.remove_or_warn, args=(doomed,)).start()
+    else:
+        publishing.remove_or_warn(doomed)
 
 
 def strategy(module: ModuleType, held: Any) -> AsyncStrategy:

@@ -256,6 +256,16 @@ def _saves_asynchronously(module: str) -> Patch:
     )
 
 
+def _keeps_newest(module: str) -> Patch:
+    return Patch(
+        module,
+        "cleanup_old_non_persistent_checkpoint",
+        f"{_SAVES}:keep_newest",
+        parameters=("save_dir, leave_ckpt_num, do_async",),
+        required=False,
+    )
+
+
 def _of_bridge(name: str, ours: str, how: Callable[..., Any], does: str) -> Patch:
     why = f"{does} asynchronous saves"
     return Patch(BRIDGE, name, ours, how, required=_OF_BRIDGE, why=why)
@@ -264,6 +274,8 @@ def _of_bridge(name: str, ours: str, how: Callable[..., Any], does: str) -> Patc
 SAVES = (
     _saves(LM, "torch", "torch_view", "writes checkpoints"),
     _saves(LM, "open_file or maybe_msc", "opens", "opens the tracker"),  # until 0.18; after
+    _saves(LM, "shutil", "shutil_view", "deletes checkpoints", default=shutil),
+    _keeps_newest(LM),
     _saves_asynchronously(LM),
     _saves_asynchronously("megatron.training.async_utils"),
     _saves(
@@ -282,6 +294,7 @@ SAVES = (
     ),
     _saves(BRIDGE, "open", "opens", "opens the tracker", default=builtins.open),
     _saves(BRIDGE, "shutil", "shutil_view", "replaces its train state", default=shutil),
+    _keeps_newest(BRIDGE),
 )
 """Patches of globals by which Megatron-LM and Megatron-Bridge save. Where a row has two names, a
 release has one of them."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.tools.cli.unknown import unknown
 from megatron_fsdp_adapter.tools.progress import progress_bar
@@ -63,11 +64,12 @@ def answer(
     returns None.
 
     values: finds them; its argument advances a progress bar of `unit`. It raises ValueError or
-    OSError for bad input. render: makes the text. plain: makes the values for `--json`."""
+    OSError for bad input, CheckpointError for a result that could not be written. render: makes the
+    text. plain: makes the values for `--json`."""
     try:
         with progress_bar(command, unit) as advance:
             found = values(advance)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return None
     if given.json:

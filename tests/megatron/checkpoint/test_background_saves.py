@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,77 +14,23 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_fsdp_adapter.checkpoint import CheckpointError, asynchronous, folders, load_checkpoint
+from megatron_fsdp_adapter.checkpoint import (
+    CheckpointError,
+    asynchronous,
+    atomic,
+    folders,
+    load_checkpoint,
+)
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, SAVES
 from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.checkpoint.checkpoint_cases import Gate
+from tests.lib.checkpoint.megatron_loop import NAMES, TABLE, Loop, table_of
 from tests.lib.megatron.stand_ins import stand_ins
 from tests.lib.ranks.launch import run_ranks
 
 CHECKS = ("megatron/checkpoint/background_saves.py", "checkpoint/asynchronous.py")
-
-LM = "megatron.training.checkpointing"
-QUEUES = "megatron.training.async_utils"
-
-
-def table_of(strategy: str = "nvrx", module: str | None = None) -> Any:
-    """As `get_async_strategy` where the package that nvrx asks for is missing."""
-    if strategy != "mcore":
-        raise ModuleNotFoundError("nvidia-resiliency-ext")
-    names = {"AsyncRequest": AsyncRequest, "AsyncCallsQueue": None, "FileSystemWriterAsync": None}
-    return strategy, names if module is None else names[module]
-
-
-TABLE = {"get_async_strategy": table_of}
-NAMES = {
-    LM: {
-        "torch": torch,
-        "open_file": open,
-        **TABLE,
-        "get_args": lambda: SimpleNamespace(tensor_model_parallel_size=2),
-    },
-    QUEUES: TABLE,
-}
-"""What matters of Megatron-LM's two modules."""
-
-
-class Loop:
-    """A training loop that saves to `root`: the calls of Megatron-LM 0.17 to 0.19."""
-
-    def __init__(self, root: Path, modules: dict[str, Any]) -> None:
-        self.root = root
-        self.saving = modules[LM]
-        _, table = modules[QUEUES].get_async_strategy("nvrx")
-        self.queue = table["AsyncCallsQueue"](persistent=True)
-
-    def save(self, iteration: int, state: dict[str, Any]) -> None:
-        folder = folders.final_folder(self.root, iteration)
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        _, table = self.saving.get_async_strategy("nvrx")
-        writer = table["FileSystemWriterAsync"](str(folder), thread_count=2, use_msc=False)
-        planned = table["save_state_dict_async_plan"](
-            state, writer, None, 0, planner=object(), enable_cache=False
-        )
-        function, preload, arguments = writer.get_save_function_and_args()
-        finish = functools.partial(table["save_state_dict_async_finalize"], *planned)
-        request = table["AsyncRequest"](
-            function, arguments, [finish], async_fn_kwargs={}, preload_fn=preload
-        )
-        if dist.get_rank() == 0:
-            request.finalize_fns.append(functools.partial(self._track, iteration))
-        self.queue.schedule_async_request(request)
-
-    def _track(self, iteration: int) -> None:
-        with self.saving.open_file(self.root / folders.TRACKER, "w") as file:
-            file.write(str(iteration))
-
-    @property
-    def tracked(self) -> int | None:
-        path = self.root / folders.TRACKER
-        return int(path.read_text()) if path.exists() else None
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -151,14 +95,14 @@ def _one_rank_fails(rank: int, loop: Loop) -> None:
         loop.save(2, _state(2.0))
         while "No space left" not in told.getvalue():  # a loop that ends here would never ask
             time.sleep(0.01)
-    assert "iter_0000002 was not saved" in told.getvalue()
+    assert "iter_0000002: the save in the background failed" in told.getvalue()
     assert "rank 1: OSError: [Errno 28] No space left on device" in told.getvalue()
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop.queue.maybe_finalize_async_calls(blocking=True)
     dist.barrier()
     assert loop.tracked == 1
     assert folders.complete_iterations(loop.root) == (1,)
-    assert not list(loop.root.glob(f"{folders.TEMPORARY}*"))
+    assert not list(loop.root.glob(f"{atomic.TEMPORARY}*"))
 
 
 RANK_CHECKS = (_late, _one_after_the_other, _one_rank_fails)

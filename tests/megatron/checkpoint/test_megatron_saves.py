@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
+from megatron_fsdp_adapter.checkpoint import atomic, digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
@@ -123,7 +123,7 @@ def test_a_tracker_is_replaced_as_a_whole(
         raise RuntimeError
     assert tracker.read_text() == "6"
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(folders.os, "fsync", killed)
+        patch.setattr(atomic.os, "fsync", killed)
         with open_file(tracker, "w") as file:
             file.write("8")
     assert tracker.read_text() == "6", "it is not written before its text is on disk"
@@ -148,10 +148,10 @@ def test_bridges_train_state_is_replaced_as_a_whole(
     target = tmp_path / "latest_train_state.pt"
     source.write_text("new"), target.write_text("old")
     copy = modules[BRIDGE].shutil.copy
-    assert modules[BRIDGE].shutil.rmtree is shutil.rmtree
+    assert modules[BRIDGE].shutil.move is shutil.move
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(folders, "sync_files", killed)
+        patch.setattr(atomic, "sync_files", killed)
         copy(source, target)
     assert target.read_text() == "old"
     copy(str(source), str(target))
@@ -159,6 +159,48 @@ def test_bridges_train_state_is_replaced_as_a_whole(
     (tmp_path / "folder").mkdir()
     copy(source, tmp_path / "folder")
     assert (tmp_path / "folder" / "train_state.pt").read_text() == "new"
+
+
+def _counts_all(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False) -> None:
+    """As Megatron's `cleanup_old_non_persistent_checkpoint`, with its parameters."""
+    raise AssertionError(save_dir)
+
+
+@pytest.mark.parametrize("name", [LM, BRIDGE])
+@pytest.mark.parametrize("named", [1, 2, 3])
+def test_the_newest_that_are_kept_are_complete(
+    alone: None, tmp_path: Path, name: str, named: int
+) -> None:
+    """named: the iteration that the tracker names. A save of iteration 4 has made its folder."""
+    common = {"torch": torch, "shutil": shutil, "open_file": open}
+    common["cleanup_old_non_persistent_checkpoint"] = _counts_all
+    with stand_ins({name: common}, SAVES) as modules:
+        for iteration in (1, 2, 3):
+            save_as_megatron(modules[name], tmp_path, iteration, {"w": torch.ones(4)})
+        (tmp_path / folders.TRACKER).write_text(str(named))
+        folders.final_folder(tmp_path, 4).mkdir()
+        modules[name].cleanup_old_non_persistent_checkpoint(str(tmp_path), leave_ckpt_num=1)
+    assert folders.complete_iterations(tmp_path) == tuple(sorted({3, named}))
+    assert folders.final_folder(tmp_path, 4).is_dir()
+
+
+def test_a_checkpoint_is_deleted_under_another_name_and_not_if_the_tracker_names_it(
+    modules: dict[str, types.ModuleType],
+    alone: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for iteration in (1, 2):
+        save_as_megatron(modules[LM], tmp_path, iteration, {"w": torch.ones(4)})
+    old = folders.final_folder(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(shutil, "rmtree", killed)
+        modules[LM].shutil.rmtree(str(old))
+    assert not old.exists()
+    assert [path.name.rpartition(".")[0] for path in tmp_path.glob("tmp.*")] == ["tmp.iter_0000001"]
+    with pytest.raises(OSError, match=r"iter_0000002 is kept: latest.*txt names it"):
+        modules[LM].shutil.rmtree(str(folders.final_folder(tmp_path, 2)))
+    assert folders.complete_iterations(tmp_path) == (2,)
 
 
 def test_addresses_are_left_to_megatron(
