@@ -236,5 +236,5 @@ def _remedy(root: Path) -> str:
     else:
         remedy = f"{root} has no complete checkpoint"
     if broken:
-        remedy += f"; not complete (the save was interrupted, or still runs): {', '.join(broken)}"
+        remedy += f"; half-written (the save was interrupted, or still runs): {', '.join(broken)}"
     return remedy

@@ -53,7 +53,7 @@ from megatron_fsdp_adapter.checkpoint.folders import (
 )
 
 _ATTEMPTS = 5
-"""How often a save tries its two renames, if another job renames at the same moment."""
+"""Number of times that a save tries its two renames, if another job renames meanwhile."""
 _RACED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors of a rename whose source or target another job has renamed meanwhile."""
 
@@ -126,10 +126,10 @@ def _put_aside(folder: Path) -> None:
 def taken_away(temporary: Path, folder: Path) -> CheckpointError:
     """The error of a save into `folder` whose temporary folder is gone."""
     return CheckpointError(
-        f"{folder} was not saved: its temporary folder {temporary.name} is gone. Either another "
-        f"job saves to {folder.parent} too and has taken it, or something else has deleted it, or "
-        "the nodes of this job do not share the folder. End one of two such jobs, or give each its "
-        "own folder, which all its nodes share"
+        f"{folder} was not saved: its temporary folder {temporary.name} is gone (another job saves "
+        f"to {folder.parent} too, something else has deleted it, or the nodes of this job do not "
+        "share the folder). End one of two such jobs, or give each its own folder, which all its "
+        "nodes share"
     )
 
 

@@ -40,6 +40,8 @@ CHECKS = (
     "checkpoint/dcp.py",
     "checkpoint/state.py",
     "checkpoint/folders.py",
+    "checkpoint/publishing.py",
+    "checkpoint/atomic.py",
 )
 
 

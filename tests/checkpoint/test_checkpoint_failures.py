@@ -34,6 +34,7 @@ from tests.lib.ranks.launch import run_ranks
 CHECKS = (
     "checkpoint/dcp.py",
     "checkpoint/storage.py",
+    "checkpoint/publishing.py",
     "checkpoint/coordination.py",
     "checkpoint/digests.py",
 )
@@ -225,7 +226,7 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
 
         if rank == 0:
             state = {**_state(0, 1.0), "x": torch.ones(3)}
-            taken = pytest.raises(CheckpointError, match="is gone. Either another job")
+            taken = pytest.raises(CheckpointError, match="is gone .another job saves to")
             with mock.patch.object(owner, name, held), taken as error:
                 save_checkpoint(root, 10, state, group=group)
             assert str(error.value).count("another job") == 1

@@ -24,7 +24,12 @@ from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
 from tests.lib.megatron.stand_ins import save_as_megatron, stand_ins
 from tests.lib.ranks.launch import run_ranks
 
-CHECKS = ("checkpoint/folders.py", "checkpoint/storage.py", "megatron/checkpoint/megatron_saves.py")
+CHECKS = (
+    "checkpoint/folders.py",
+    "checkpoint/publishing.py",
+    "checkpoint/storage.py",
+    "megatron/checkpoint/megatron_saves.py",
+)
 
 FULL = pytest.mark.full
 

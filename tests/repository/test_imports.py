@@ -171,7 +171,7 @@ def test_imports_go_one_way():
 def test_warnings_are_those_of_one_rank():
     """But for one about files, which the rank that deletes them gives."""
     found = {path for path, text in PACKAGE_SOURCES.items() if "warnings.warn(" in text}
-    assert found == {"core/runtime/rank_warnings.py", "checkpoint/folders.py"}
+    assert found == {"core/runtime/rank_warnings.py", "checkpoint/publishing.py"}
 
 
 def import_cycle(files: dict[str, str]) -> list[str]:

@@ -127,7 +127,7 @@ class SmallDisk:
         self._mount(0, nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """As when somebody makes space."""
+        """As when files of other programs are deleted."""
         self._mount(_REMOUNT, nbytes)
 
     def _mount(self, flags: int, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """Jobs that save into one root, as processes that note in a journal what they began and finished.
 
-A job's state at an iteration is one number in all of its tensors. So what is stored tells who
-stored it.
+A job's state at an iteration is one number in all of its tensors, so a stored state tells the job
+that stored it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tests.lib.checkpoint.jobs import CONVERTED, Job, Journal, Noted, Step, run_
 from tests.lib.ranks.one_rank import world_of_one
 
 FIRES = ("kill", "term", "full", "small disk", "two jobs", "convert")
-"""What a trial is about. All but the last two may meet in "two jobs"."""
+"""The subject of a trial. Jobs of the last two are also killed, or find a full disk."""
 WAYS = ("plain", "background", "background", "megatron", "megatron_background")
 SOURCE = 3
 """The iteration of the checkpoint that is converted."""
@@ -230,7 +230,7 @@ class Trial:
         )
 
     def _check_words(self, jobs: list[Job], saves: Sequence[Noted], printed: str) -> None:
-        """Nothing false is said."""
+        """Errors name causes that were there."""
         texts = [save.text for save in saves if save.finished is False]
         happens = {job.fire.kind for job in jobs}
         for text in [*texts, *_blocks(printed)]:
