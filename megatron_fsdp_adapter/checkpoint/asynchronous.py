@@ -128,8 +128,9 @@ class AsyncSaver:
         Raises on every rank the errors of `save_checkpoint` about arguments and state, and the
         error of the previous save. In both cases this save is not started.
         """
-        self.wait()
         root = Path(root)
+        running.begin(root, iteration)
+        self.wait()
         stored = begin_save(self.ranks, root, iteration, state, keep_last)
 
         def new_writer() -> SafeWriter:

@@ -107,6 +107,7 @@ def save_checkpoint(
             same or a later iteration meanwhile; the written files are then deleted.
     """
     root = Path(root)
+    running.begin(root, iteration)
     running.wait(root)
     with coordination(group) as ranks:
         stored = begin_save(ranks, root, iteration, state, keep_last)

@@ -35,6 +35,7 @@ from megatron_fsdp_adapter.checkpoint.atomic import (
     fresh_name,
     replacing,
     sync_folder,
+    write_atomically,
     write_synced,
 )
 from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
@@ -70,7 +71,7 @@ def prepare_folder(folder: Path) -> Path:
         leftovers.append(replaced_name(folder))
     remove_or_warn(leftovers)
     temporary = fresh_name(folder)
-    running.begin(temporary, iteration_of(folder))
+    running.write(temporary)
     try:
         temporary.mkdir()
     except BaseException:
@@ -158,7 +159,7 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
     Raises CheckpointError if the checkpoint is complete and could not be confirmed.
     """
     folder = final_folder(root, iteration)
-    if running.is_overtaken(root, iteration):
+    if running.overtaken_by(root, iteration) is not None:
         publish_without_tracker(temporary, folder)
         return
     in_place = False
@@ -169,12 +170,22 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
             rename_into_place(temporary, folder)
             in_place = True
             sync_folder(root)
-        running.tracked(root, iteration)
+        tracker_names(root, iteration)
     except OSError as error:
         if in_place:
             raise _not_confirmed(folder, error) from error
         raise
     _tidy(root, iteration, keep_last)
+
+
+def tracker_names(root: Path, iteration: int) -> None:
+    """Remembers that the tracker names `iteration`; or lets it name a save that has overtaken this
+    one, in a signal handler, while the tracker was replaced."""
+    later = running.overtaken_by(root, iteration)
+    if later is None:
+        running.tracked(root, iteration)
+    else:
+        write_atomically(root / TRACKER, str(later))
 
 
 def _not_confirmed(folder: Path, error: OSError) -> CheckpointError:

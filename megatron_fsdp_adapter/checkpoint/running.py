@@ -29,8 +29,8 @@ _COUNT = itertools.count()
 _BEGUN: dict[tuple[str, int], int] = {}
 """When a root's iteration was last begun to be saved, as a number that increases."""
 
-_TRACKED: dict[str, int] = {}
-"""When the save was begun that a root's tracker names, for saves of this process."""
+_TRACKED: dict[str, tuple[int, int]] = {}
+"""The save of this process that a root's tracker names: when it was begun, and its iteration."""
 
 # A forked process has no thread that would finish its parent's saves.
 os.register_at_fork(after_in_child=_WRITES.clear)
@@ -48,12 +48,16 @@ def wait(root: Path) -> None:
     concurrent.futures.wait([write for write, where in list(_WRITES.items()) if where == path])
 
 
-def begin(temporary: Path, iteration: int | None) -> None:
-    """Remembers a save of this process and its temporary folder. iteration: None if its final name
-    has no number."""
-    _FOLDERS.add(temporary.name)
+def begin(root: Path, iteration: int | None) -> None:
+    """Remembers that this process begins a save, before it waits for anything. iteration: None if
+    its folder has no number."""
     if iteration is not None:
-        _BEGUN[os.path.realpath(temporary.parent), iteration] = next(_COUNT)
+        _BEGUN[os.path.realpath(root), iteration] = next(_COUNT)
+
+
+def write(temporary: Path) -> None:
+    """Remembers the temporary folder of a save of this process."""
+    _FOLDERS.add(temporary.name)
 
 
 def end(temporary: Path) -> None:
@@ -66,16 +70,19 @@ def is_running(temporary: Path) -> bool:
     return temporary.name in _FOLDERS
 
 
-def is_overtaken(root: Path, iteration: int) -> bool:
-    """True if the tracker of `root` names a save of this process that was begun after the one of
-    `iteration`."""
+def overtaken_by(root: Path, iteration: int) -> int | None:
+    """The iteration that the tracker of `root` names, if that is a save of this process that was
+    begun after the one of `iteration`; otherwise None."""
     path = os.path.realpath(root)
     begun = _BEGUN.get((path, iteration))
-    return begun is not None and begun < _TRACKED.get(path, -1)
+    if begun is None or path not in _TRACKED:
+        return None
+    of_tracker, named = _TRACKED[path]
+    return named if begun < of_tracker else None
 
 
 def tracked(root: Path, iteration: int) -> None:
     """Remembers that the tracker of `root` names this process's save of `iteration`."""
     path = os.path.realpath(root)
     if (path, iteration) in _BEGUN:
-        _TRACKED[path] = _BEGUN[path, iteration]
+        _TRACKED[path] = _BEGUN[path, iteration], iteration

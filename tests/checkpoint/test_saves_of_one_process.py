@@ -183,6 +183,25 @@ def test_a_save_in_a_signal_handler(one_rank: None, tmp_path: Path, inner: int) 
     assert folders.read_tracker(tmp_path) == inner
 
 
+@pytest.mark.parametrize(("owner", "at"), [(os, "replace"), (running, "wait")])
+def test_a_handler_that_saves_at_the_end_or_the_beginning_of_another_save(
+    one_rank: None, tmp_path: Path, owner: Any, at: str
+) -> None:
+    """Its save was begun later, so it is the newest."""
+    original = getattr(owner, at)
+    saves = [11]
+
+    def call(*args: Any) -> Any:
+        if saves and (at == "wait" or Path(args[1]).name == folders.TRACKER):
+            save_checkpoint(tmp_path, saves.pop(), _state(0, 7.0))
+        return original(*args)
+
+    with mock.patch.object(owner, at, call):
+        save_checkpoint(tmp_path, 10, _state(0, 10.0))
+    assert folders.read_tracker(tmp_path) == 11
+    assert folders.complete_iterations(tmp_path) == (10, 11)
+
+
 @pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("at", ["_write_file", "write"])
 def test_a_handler_that_ends_the_program_ends_it(

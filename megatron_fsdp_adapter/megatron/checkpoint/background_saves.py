@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fsdp_adapter.checkpoint import folders, running
 from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver, Writing
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
@@ -156,6 +157,8 @@ class AsyncStrategy:
 
         First it waits for the previous save, because there is memory for one copy only. The
         arguments behind `storage_writer` are ignored: the layout tells which rank writes what."""
+        folder = storage_writer.folder
+        running.begin(folder.parent, folders.iteration_of(folder))
         if self._last is not None:
             self._last.is_over(blocking=True)
         if self._background is None:
@@ -164,9 +167,9 @@ class AsyncStrategy:
         saver, ranks = self._background
 
         def writer() -> SafeWriter:
-            return SafeWriter(storage_writer.folder, dict(self._topology()))
+            return SafeWriter(folder, dict(self._topology()))
 
-        self._last = saver.start(state_dict, storage_writer.folder.parent, writer, ranks)
+        self._last = saver.start(state_dict, folder.parent, writer, ranks)
         storage_writer.save = self._last
         return (self._last,)
 

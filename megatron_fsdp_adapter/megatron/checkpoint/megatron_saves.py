@@ -70,9 +70,9 @@ class ReplacingFile(io.StringIO):
         root = self._path.parent
         if not text.isdecimal():  # a release
             atomic.write_atomically(self._path, text)
-        elif not running.is_overtaken(root, int(text)):
+        elif running.overtaken_by(root, int(text)) is None:
             atomic.write_atomically(self._path, text)
-            running.tracked(root, int(text))
+            publishing.tracker_names(root, int(text))
 
 
 def opening(original: Original) -> Callable[..., Any]:
@@ -125,7 +125,9 @@ def torch_view(module: ModuleType, torch: Any) -> ModuleView:
         used = kwargs.get("storage_writer")
         if not isinstance(used, SafeWriter):
             return torch.distributed.checkpoint.save(*args, **kwargs)
-        running.wait(Path(used.checkpoint_id).parent)
+        folder = Path(used.checkpoint_id)
+        running.begin(folder.parent, folders.iteration_of(folder))
+        running.wait(folder.parent)
         try:
             return torch.distributed.checkpoint.save(*args, **kwargs)
         except BaseException as error:

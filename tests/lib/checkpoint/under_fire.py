@@ -253,7 +253,11 @@ def any_content(path: Path) -> bool:
 
 def _may_be_there(save: Noted) -> bool:
     """True unless the save has failed for certain."""
-    certain = save.text.startswith(("CheckpointError", "CheckpointException", "OSError"))
+    # Megatron's own writing of the tracker raises OSError, behind a complete checkpoint.
+    kinds = ["CheckpointError", "CheckpointException", "ValueError"]
+    if save.by == "convert":
+        kinds.append("OSError")
+    certain = save.text.startswith(tuple(kinds))
     return save.finished is not False or not certain or IN_PLACE in save.text
 
 
