@@ -62,7 +62,7 @@ MAX_FILE = 500
 MAX_FUNCTION = 60
 BUDGETS = {
     "build": 4_700,
-    "checkpoint": 16_900,
+    "checkpoint": 18_500,
     "core": 33_500,
     "graphs": 3_800,
     "launch": 2_600,
