@@ -1,8 +1,9 @@
-"""Hunts for faults with random programs, by hand, for as long as wanted.
+"""Hunts for faults with random programs and life cycles, by hand, for as long as wanted.
 
     python -m tests.hunt programs --seeds 0:5000 --results runs/hunt.jsonl [--minutes 60]
+    python -m tests.hunt cycles --checkout Megatron-LM --seeds 0:500 --results runs/cycles.jsonl
     python -m tests.hunt summary --results runs/hunt.jsonl
-    python -m tests.hunt run FILE [--side torch]
+    python -m tests.hunt run FILE [--side torch] [--checkout Megatron-LM]
     python -m tests.hunt show SEED
 
 A call with the same results continues with the seeds that they lack. The status is 1 if there are
@@ -16,7 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.lib.hunt import hunting, verdict
+from tests.lib.hunt import verdict
+from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
+from tests.lib.hunt.hunting import Hunt, hunt, new_findings, summary
 from tests.lib.hunt.programs import generated, listing, program_of
 
 
@@ -34,54 +37,78 @@ def arguments() -> argparse.ArgumentParser:
     programs = commands.add_parser(
         "programs", help="programs for fully_shard and fully_shard_model"
     )
-    programs.add_argument("--seeds", type=seeds_of, required=True, metavar="FIRST:END")
-    programs.add_argument("--minutes", type=float, default=float("inf"), help="time to stop after")
-    summary = commands.add_parser("summary", help="findings by their signatures")
-    for one in (programs, summary):
+    programs.add_argument(
+        "--without",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="KINDS",
+        help="kinds of statements to leave out, such as those of known findings, with commas",
+    )
+    cycles = commands.add_parser("cycles", help="life cycles of Megatron-LM's training")
+    for one in (programs, cycles):
+        one.add_argument("--seeds", type=seeds_of, required=True, metavar="FIRST:END")
+        one.add_argument("--minutes", type=float, default=float("inf"), help="time to stop after")
+    grouped = commands.add_parser("summary", help="findings by their signatures")
+    for one in (programs, cycles, grouped):
         one.add_argument("--results", type=Path, required=True, help="a file of JSON lines")
-    run = commands.add_parser("run", help="one program, from a file")
+    run = commands.add_parser("run", help="one program or life cycle, from a file")
     run.add_argument("file", type=Path)
     run.add_argument("--side", choices=("ours", "torch"), default="ours")
+    for one in (cycles, run):
+        one.add_argument("--checkout", type=Path, required=one is cycles, help="of Megatron-LM")
     show = commands.add_parser("show", help="print the program of a seed")
     show.add_argument("seed", type=int)
     return parser
 
 
-def hunt_programs(options: argparse.Namespace) -> int:
-    """Runs the command `programs`."""
+def run_hunt(options: argparse.Namespace) -> int:
+    """Runs the commands `programs` and `cycles`."""
     end = time.monotonic() + 60 * options.minutes
-    one = hunting.Hunt()
+    hunter: Hunt | CycleHunt
+    if options.command == "programs":
+        hunter = Hunt(without=options.without)
+    else:
+        hunter = CycleHunt(options.checkout.resolve())
     try:
-        hunting.hunt(one.looked_at, options.seeds, options.results, lambda: time.monotonic() > end)
+        hunt(hunter.looked_at, options.seeds, options.results, lambda: time.monotonic() > end)
     finally:
-        one.pair.end()
-    new = hunting.new_findings(options.results)
+        hunter.end()
+    new = new_findings(options.results)
     print(f"{len(new)} new signatures")
     return int(bool(new))
 
 
 def run_file(options: argparse.Namespace) -> int:
     """Runs the command `run`."""
-    one = hunting.Hunt()
+    text = options.file.read_text()
+    cycle = cycle_of(text)
+    hunter: Hunt | CycleHunt
+    if cycle.statements:
+        hunter = CycleHunt(options.checkout.resolve())
+    else:
+        hunter = Hunt()
     try:
-        found = one.judged(program_of(options.file.read_text()), ("unsharded", options.side))
+        if isinstance(hunter, CycleHunt):
+            found = hunter.judged(cycle)
+        else:
+            found = hunter.judged(program_of(text), ("unsharded", options.side))
     finally:
-        one.pair.end()
+        hunter.end()
     print(found.outcome, found.signature, found.detail, sep="\n")
     return int(found.outcome in verdict.FINDINGS)
 
 
 def main() -> int:
     options = arguments().parse_args()
-    if options.command == "programs":
-        return hunt_programs(options)
+    if options.command in ("programs", "cycles"):
+        return run_hunt(options)
     if options.command == "run":
         return run_file(options)
     if options.command == "show":
         print(listing(generated(options.seed).statements))
         return 0
-    print(hunting.summary(options.results))
-    return int(bool(hunting.new_findings(options.results)))
+    print(summary(options.results))
+    return int(bool(new_findings(options.results)))
 
 
 if __name__ == "__main__":

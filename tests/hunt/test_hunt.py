@@ -24,7 +24,7 @@ SEEDS = (4, 5, 7, 9, 11, 12, 13, 14)
 def hunter() -> Iterator[Hunt]:
     one = Hunt()
     yield one
-    one.pair.end()
+    one.end()
 
 
 def test_programs_give_what_they_give_unsharded(hunter: Hunt, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_fault_is_found_and_its_program_is_small(
         lines = (hunter.looked_at(seed) for seed in seeds)
         found = next(line for line in lines if line["outcome"] in verdict.FINDINGS)
     finally:
-        hunter.pair.end()
+        hunter.end()
     kinds = {one["kind"] for one in found["small"]}
     assert len(found["small"]) <= most
     assert kinds >= needed
@@ -72,7 +72,7 @@ def test_what_becomes_of_a_program(text: str, outcome: str, detail: str) -> None
     try:
         found = hunter.judged(program_of(text))
     finally:
-        hunter.pair.end()
+        hunter.end()
     assert found.outcome == outcome
     assert detail in found.detail
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,24 @@ TORCH = ("unsharded", "torch")
 
 
 class Hunt:
-    """Programs on one pair of ranks. fault: of `FAULTS`; timeout: seconds a program may take."""
+    """Programs on one pair of ranks. fault: of `FAULTS`; timeout: seconds a program may take;
+    without: kinds of statements that no program has."""
 
-    def __init__(self, fault: str | None = None, timeout: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        fault: str | None = None,
+        timeout: float = TIMEOUT_S,
+        without: Collection[str] = (),
+    ) -> None:
+        self.without = without
         self.pair = Pair(fault)
         self.timeout = timeout
         # How often an error has been found: its program is shrunk a few times alone.
         self.seen: Counter[str] = Counter()
+
+    def end(self) -> None:
+        """Ends the ranks."""
+        self.pair.end()
 
     def judged(self, program: Program, sides: tuple[str, str] = OURS) -> Verdict:
         """The verdict on a program."""
@@ -54,7 +65,7 @@ class Hunt:
 
     def looked_at(self, seed: int) -> dict[str, Any]:
         """What became of the program of a seed: a line of the results."""
-        program = generated(seed)
+        program = generated(seed, self.without)
         found = self.judged(program)
         line: dict[str, Any] = {"seed": seed, "outcome": found.outcome}
         if found.outcome in (verdict.INVALID, verdict.REFUSED):
@@ -123,7 +134,8 @@ def small_of(line: dict[str, Any]) -> Program:
 def told(line: dict[str, Any]) -> str:
     """A finding for a reader; a file with this text is a program that runs alone."""
     program = small_of(line)
-    head = [f"seed {line['seed']}: {line['signature']}", f"torch's FSDP2: {line.get('torch', '')}"]
+    head = [f"seed {line['seed']}: {line['signature']}"]
+    head += [f"torch's FSDP2: {line['torch']}"] if "torch" in line else []
     head += line.get("detail", "").splitlines()[-6:]
     comments = "\n".join(f"# {text}" for text in head)
     return f"{comments}\n{listing(program.statements)}\n"

@@ -11,6 +11,8 @@ REFUSALS = (
      "backwards of a step but the last run under no_sync (docs/migration.md)"),
     (r"whose weights are not gathered \(phase",
      "resharded parameters are read between a forward and its backward (docs/fsdp2.md)"),
+    (r"gathered weights were written in a forward, or between a forward and its backward",
+     "parameters are written after zero_grad() (docs/fsdp2.md)"),
     (r"was set to True, but the parameter was frozen when the model was wrapped",
      "wrap with requires_grad=True, and freeze afterwards"),
 )
@@ -38,6 +40,8 @@ KNOWN = (
     Known(r"error: RuntimeError: \w+: its parameters are from before the model was sharded.*",
           PENDING),
     Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
+    Known(r"error: RuntimeError: (Expected !nested_tensorlist|Tensor list must have).*",
+          "gradients are missing, for one of the causes above and below"),
     Known(r"error: RuntimeError: setStorage: .*",
           "hooks are on tensors of a level of torch.func, which has nodes of its own"),
     Known(r"wrong: .*\b(jvp|vmap)\b.*",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from tests.lib.hunt import grammar
@@ -40,9 +40,11 @@ class Program:
 
 @dataclass
 class Draft:
-    """A program that is being drawn, and what later statements may refer to."""
+    """A program that is being drawn, and what later statements may refer to. without: kinds of
+    statements that it is not to have."""
 
     draw: random.Random
+    without: Collection[str] = ()
     statements: list[Statement] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
     blocks: list[str] = field(default_factory=list)
@@ -80,7 +82,7 @@ class Draft:
 
     def fits(self, row: Row) -> bool:
         """True if the program has what the row refers to."""
-        if not self.facts.issuperset(row.needs):
+        if row.kind in self.without or not self.facts.issuperset(row.needs):
             return False
         lists = {
             "block": self.blocks,
@@ -134,9 +136,9 @@ def filled(text: str, draft: Draft) -> str:
     return done.replace("{{", "{").replace("}}", "}")
 
 
-def generated(seed: int) -> Program:
-    """The program of a seed."""
-    draft = Draft(random.Random(seed))
+def generated(seed: int, without: Collection[str] = ()) -> Program:
+    """The program of a seed, without statements of some kinds."""
+    draft = Draft(random.Random(seed), without)
     draw = draft.draw
     draft.facts = {"not adopted", "fsdp2" if draw.random() < 0.65 else "fsm"}
     draft.facts.add("bfloat16" if draw.random() < 0.15 else "float32")

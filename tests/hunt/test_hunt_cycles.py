@@ -1,0 +1,186 @@
+"""Life cycles of `python -m tests.hunt cycles`: how they are drawn, judged and shrunk."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.hunt import cycle_hunting, verdict
+from tests.lib.hunt.cycle_grammar import LAYOUTS, MODELS, RUNS, STOCK, Flags
+from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
+from tests.lib.hunt.cycle_verdict import BOTH_STOP, STOCK_STOPS, verdict_of_cycle
+from tests.lib.hunt.cycles import (
+    Done,
+    Stage,
+    drawn,
+    generated_cycle,
+    has_saved,
+    known_rows,
+    stages_of,
+    with_stock,
+)
+from tests.lib.hunt.programs import Program, Statement, listing
+from tests.lib.integration.lm_runs import Run
+
+CHECKS = ("checkpoint/convert/conversion.py", "megatron/checkpoint/megatron_saves.py")
+
+EVERY_OPTION: dict[str, list[str] | None] = {
+    word: ["one", "two"] if row.values is None else None
+    for row in (*MODELS, *RUNS, *LAYOUTS)
+    for word in row.text.split()
+    if word.startswith("--")
+}
+"""As if Megatron's parser had all flags of the tables."""
+
+CYCLE = Program(
+    (
+        Statement("model", "--swiglu"),
+        Statement("stage", "optim kill"),
+        Statement("flag", "--lr 1"),
+        Statement("stage", "stock exit"),
+        Statement("world", "4"),
+        Statement("flag", "--seed 7"),
+    )
+)
+
+
+def log(loss: float, iteration: int = 2) -> str:
+    return f" iteration {iteration}/ 6 | lm loss: {loss:.6E} | grad norm: 1.0 |"
+
+
+def failed(error: str, place: str = "/lib/torch/a.py") -> Run:
+    return Run(1, f'  File "{place}", line 3, in load\n[rank0]: {error}\n')
+
+
+def test_a_cycle_is_drawn_from_flags_that_the_parser_knows() -> None:
+    for seed in range(50):
+        stages = stages_of(generated_cycle(seed, EVERY_OPTION))
+        assert 2 <= len(stages) <= 3
+        assert {stage.world for stage in stages} <= {1, 2, 4}
+    without = {name: known for name, known in EVERY_OPTION.items() if name != "--lr"}
+    rows = known_rows(RUNS, without)
+    assert len(RUNS) - len(rows) == sum("--lr " in row.text for row in RUNS)
+    choices: dict[str, list[str] | None] = {"--style": ["a", "b"]}
+    texts = {drawn(Flags("--style {}", 1, ("b", "c")), choices, random.Random(n)) for n in range(9)}
+    assert texts == {"--style b"}
+
+
+def test_a_printed_cycle_is_read_again() -> None:
+    assert cycle_of(listing(CYCLE.statements)) == CYCLE
+    assert cycle_of("net = Net()\n").statements == ()
+    first, second = stages_of(CYCLE)
+    assert first == Stage("optim", 2, "kill", ("--swiglu", "--lr 1"))
+    assert second == Stage(STOCK, 4, "exit", ("--swiglu", "--seed 7"))
+    assert {stage.wrapper for stage in with_stock((first, second))} == {STOCK}
+
+
+def test_the_log_says_what_was_saved() -> None:
+    text = "  successfully saved checkpoint from iteration       2 to /root"
+    assert has_saved(text, 2)
+    assert not has_saved(text, 4)
+
+
+REFUSAL = "ValueError: lr=1: differs from 2. Use 2"
+OWN = "/site/megatron_fsdp_adapter/checkpoint/a.py"
+OTHER = "RuntimeError: shapes differ"
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "outcome"),
+    [
+        ([Run(0, log(5.0))], [Run(0, log(5.0))], verdict.OK),
+        ([Run(0, log(5.0))], [Run(0, log(5.001))], verdict.WRONG),
+        ([Run(0, log(5.0))], [Run(0, log(5.0, iteration=3))], verdict.WRONG),
+        ([failed(OTHER)], [], verdict.INVALID),
+        ([Run(0, log(5.0))], [failed(REFUSAL, OWN)], verdict.REFUSED),
+        ([Run(0, log(5.0))], [failed(REFUSAL)], verdict.ERROR),
+        ([Run(0, log(5.0))], [failed(OTHER, OWN)], verdict.ERROR),
+        ([Run(0, log(5.0))], [Run(-1, "")], verdict.HANG),
+        ([Run(0, ""), failed(OTHER)], [Run(0, ""), Run(0, "")], STOCK_STOPS),
+        ([Run(0, ""), failed(OTHER)], [Run(0, ""), failed(OTHER)], BOTH_STOP),
+    ],
+)
+def test_a_cycle_is_judged(stock: list[Run], ours: list[Run], outcome: str) -> None:
+    stages = stages_of(CYCLE)[: len(stock)]
+    is_invalid = outcome == verdict.INVALID
+    found = verdict_of_cycle(stages, Done(stock), Done(stock if is_invalid else ours))
+    assert found.outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [("KeyError: 'x'", verdict.ERROR), ("ValueError: a=1: no. Use 2", verdict.REFUSED)],
+)
+def test_a_failed_conversion_is_an_error_or_a_refusal(text: str, outcome: str) -> None:
+    ours = Done([Run(0, "")], converting=text)
+    found = verdict_of_cycle(stages_of(CYCLE), Done([Run(0, "")] * 2), ours)
+    assert found.outcome == outcome
+    assert found.signature.startswith("convert: ")
+
+
+class FaultyRunner:
+    """Runs in which the wrapper loses a rate that changes, and prints what it has computed."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.chains = 0
+
+    def done(self, stages: Any) -> Done:
+        self.chains += 1
+        is_wrong = len(stages) > 1 and "--lr 2" in stages[1].flags and stages[1].wrapper != STOCK
+        return Done(
+            [Run(0, log(6.0 if is_wrong and stage == stages[1] else 5.0)) for stage in stages]
+        )
+
+    def forget(self) -> None:
+        return None
+
+
+def test_a_lost_flag_is_found_and_the_cycle_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cycle_hunting, "Runner", FaultyRunner)
+    monkeypatch.setattr(cycle_hunting, "parser_options", lambda checkout: EVERY_OPTION)
+    cycle = Program(
+        tuple(
+            Statement(kind, text)
+            for kind, text in (
+                ("model", "--swiglu"),
+                ("stage", "optim exit"),
+                ("flag", "--lr 1"),
+                ("world", "4"),
+                ("stage", "optim exit"),
+                ("world", "1"),
+                ("flag", "--lr 2"),
+                ("flag", "--clip-grad 1.0"),
+                ("stage", "stock exit"),
+            )
+        )
+    )
+    monkeypatch.setattr(cycle_hunting, "generated_cycle", lambda seed, options: cycle)
+    line = CycleHunt(Path()).looked_at(0)
+    assert line["signature"] == "wrong: optim > optim: --lr"
+    assert [one["text"] for one in line["small"]] == ["optim exit", "optim exit", "--lr 2"]
+
+
+@pytest.mark.full
+def test_a_resume_in_another_layout_equals_stock() -> None:
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if checkout is None:
+        pytest.skip("needs MEGATRON_LM_PATH, a checkout of Megatron-LM")
+    hunter = CycleHunt(Path(checkout).resolve())
+    cycle = Program(
+        (
+            Statement("model", "--swiglu"),
+            Statement("stage", "optim_grads_params kill"),
+            Statement("stage", "stock exit"),
+            Statement("stage", "optim exit"),
+            Statement("flag", "--tensor-model-parallel-size 2"),
+        )
+    )
+    try:
+        found = hunter.judged(cycle)
+    finally:
+        hunter.end()
+    assert found.outcome == verdict.OK, found.detail

@@ -1,0 +1,115 @@
+"""Flags of life cycles, as data: what a run, and the run that resumes it, may be started with.
+
+A row is left out if Megatron's own parser (of the checkout) does not know a flag of it, and a value
+if it is none of the parser's choices. Rows are drawn without regard to each other: a cycle that
+stock Megatron does not run is invalid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = "model"
+RUN = "run"
+LAYOUT = "layout"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags that are drawn together. values: of the braces in `text`; () if it has none, and None
+    for the choices of the parser."""
+
+    text: str
+    weight: float = 1.0
+    values: tuple[str, ...] | None = ()
+
+
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-ffn-hidden-size 48 --disable-bias-linear"
+)
+
+# fmt: off
+MODELS = (
+    Flags("--swiglu", 2),
+    Flags("--quick-geglu", 0.5),
+    Flags("--squared-relu", 0.5),
+    Flags("--normalization {}", 1, None),
+    Flags("--position-embedding-type {}", 2, ("rope", "none")),
+    Flags("--group-query-attention --num-query-groups 2"),
+    Flags("--qk-layernorm"),
+    Flags("--apply-layernorm-1p", 0.5),
+    Flags("--attention-output-gate", 0.5),
+    Flags("--apply-wd-to-qk-layernorm --qk-layernorm", 0.5),
+    Flags("--softmax-type {}", 0.5, None),
+    Flags("--disable-bias-linear"),
+    Flags("--add-qkv-bias", 0.5),
+    Flags("--num-layers 4"),
+    Flags(MOE, 2),
+    Flags(f"{MOE} --moe-shared-expert-intermediate-size 32"),
+    Flags(f"{MOE} --moe-layer-freq 2", 0.7),
+    Flags(f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 0.7),
+    Flags("--mtp-num-layers 1"),
+    Flags("--vocab-size 255"),
+    Flags("--bf16", 0.7),
+    Flags("--init-method-std {}", 0.3, ("0.05",)),
+    Flags("--optimizer {}", 0.5, ("sgd",)),
+)
+"""Of all runs of a cycle."""
+
+RUNS = (
+    Flags("--lr {}", 1, ("1e-3", "2e-3")),
+    Flags("--min-lr {}", 1, ("1e-5", "5e-4")),
+    Flags("--weight-decay {}", 1, ("0.0", "0.1")),
+    Flags("--start-weight-decay 0.0 --end-weight-decay 0.2 --weight-decay-incr-style {}", 1, None),
+    Flags("--lr-decay-style {}", 1, ("constant", "linear", "cosine", "inverse-square-root")),
+    Flags("--lr-warmup-iters {}", 1, ("1", "3")),
+    Flags("--lr-decay-iters {}", 0.7, ("8", "20")),
+    Flags("--decoupled-lr {}", 1, ("3e-3",)),
+    Flags("--decoupled-lr 3e-3 --decoupled-min-lr 1e-4", 0.5),
+    Flags("--override-opt_param-scheduler", 1.5),
+    Flags("--use-checkpoint-opt_param-scheduler", 1.5),
+    Flags("--clip-grad {}", 1, ("0.1", "1.0")),
+    Flags("--adam-beta1 {}", 0.5, ("0.8",)),
+    Flags("--adam-eps {}", 0.5, ("1e-6",)),
+    Flags("--global-batch-size {}", 1, ("8", "16")),
+    Flags("--micro-batch-size 1", 0.7),
+    Flags("--seed {}", 0.5, ("7",)),
+    Flags("--calculate-per-token-loss", 0.7),
+    Flags("--no-load-optim", 0.7),
+    Flags("--no-load-rng", 0.7),
+    Flags("--no-save-optim", 0.4),
+    Flags("--no-save-rng", 0.7),
+    Flags("--finetune", 0.7),
+    Flags("--dist-ckpt-strictness {}", 1, None),
+    Flags("--async-save", 0.7),
+    Flags("--exit-signal-handler", 0.4),
+    Flags("--ckpt-assume-constant-structure", 0.4),
+    Flags("--ckpt-fully-parallel-load", 0.4),
+    Flags("--use-checkpoint-args", 0.7),
+    Flags("--non-persistent-ckpt-type global --non-persistent-save-interval 1", 0.4),
+    Flags("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0.7),
+    Flags("--overlap-grad-reduce", 0.7),
+    Flags("--hidden-dropout 0.1", 0.5),
+    Flags("--eval-interval {}", 0.3, ("1", "4")),
+    Flags("--mtp-loss-scaling-factor {}", 0.3, ("0.3",)),
+    Flags("--log-num-zeros-in-grad", 0.3),
+    Flags("--skip-train", 0.3),
+)
+"""Of one run."""
+
+LAYOUTS = (
+    Flags("--tensor-model-parallel-size 2", 1),
+    Flags("--pipeline-model-parallel-size 2", 1),
+    Flags("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 1.5),
+    Flags("--num-distributed-optimizer-instances 2", 0.3),
+)
+"""How one run is spread over its ranks."""
+# fmt: on
+
+WORLDS = ("1", "2", "2", "2", "4")
+STOCK = "stock"
+WRAPPERS = ("optim_grads_params", "optim_grads_params", "optim_grads", "optim", "no_shard", STOCK)
+"""What a run of the side that is tested has: a strategy of this package, or stock DDP."""
+ENDS = ("exit", "exit", "exit", "kill")
+"""How a run ends after its iterations: by `--exit-interval`, or by SIGKILL after its save."""
