@@ -3,6 +3,8 @@
 - Scales and histories of FP8's delayed scaling are optional. A load reads those that the checkpoint
   has, with the stored length of history. Missing ones are removed from the state, so that the
   loader sees which are missing.
+- Options of parameter groups differ between releases of torch and of Megatron, and with overrides.
+  A load reads those that the checkpoint has of a parameter. The optimizer decides what they mean.
 - Megatron pads the vocabulary to a multiple of the tensor-parallel size (times an option), so the
   same model has embedding and output tables of different lengths under different splits. No token
   uses a padding row, so a load may skip it.
@@ -22,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, entries
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows
-from megatron_fsdp_adapter.state.names import FP8_SCALING, RENAMED
+from megatron_fsdp_adapter.optim.state import COUNT
+from megatron_fsdp_adapter.state.names import FP8_SCALING, OPTIMIZER_META, RENAMED
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 
@@ -57,6 +60,8 @@ def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
 
     - A scaling record that the checkpoint does not have is removed.
     - A scaling record of another length is replaced by a tensor of the stored length.
+    - The options of a parameter's group become those that the checkpoint has for it, if it has any.
+      The step count stays: without it, Adam would start again at 0.
     - A vocabulary table of another length than the stored one, or its optimizer state, is replaced
       by a view of the rows that both have. Its other rows keep their values.
 
@@ -66,6 +71,7 @@ def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
     """
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
+    _fit_options(stored, metadata)
     for holder, name, key in list(entries(stored)):
         value = holder[name]
         is_scaling = name.endswith(FP8_SCALING)
@@ -85,6 +91,29 @@ def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
             common = min(rows, own)
             if rows != own and common >= vocab_size:
                 holder[name] = first_rows(value, common, rows)
+
+
+def _fit_options(stored: StateDict, metadata: Metadata) -> None:
+    meta: Any = stored
+    for part in OPTIMIZER_META.split("."):
+        meta = meta.get(part, {}) if isinstance(meta, dict) else {}
+    if not meta:
+        return
+    prefix = f"{OPTIMIZER_META}."
+    saved: dict[str, set[str]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(prefix) and not isinstance(entry, TensorStorageMetadata):
+            name, _, option = key.removeprefix(prefix).rpartition(".")
+            saved.setdefault(name, set()).add(option)
+    for name, options in meta.items():
+        known = saved.get(name, set())
+        if not known:
+            continue  # `compare` reports it
+        for option in options.keys() - known - {COUNT}:
+            if f"{prefix}{name}.{option}" not in metadata.state_dict_metadata:
+                del options[option]
+        for option in known - options.keys():
+            options[option] = None
 
 
 def is_table(name: str) -> bool:

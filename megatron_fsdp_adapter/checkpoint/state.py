@@ -199,8 +199,10 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
-        # Keys removed before the load (`fitting.py`) are not in the checkpoint.
-        return {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
+        # `fitting.py` removes keys that the checkpoint does not have, and adds options that it has.
+        added = {key: loaded[key] for key in loaded if key not in value}
+        kept = {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
+        return kept | added
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
     if isinstance(value, DTensor):

@@ -167,6 +167,44 @@ def test_what_is_missing_is_one_error_or_if_allowed_one_message(
             assert f"model.{key}" in told
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "is_refused"),
+    [
+        ({"no_save_optim": True}, "saved", True),
+        ({"no_save_optim": True, "no_load_optim": True}, "saved", False),
+        ({"no_save_optim": True, "skip_train": True}, "saved", False),
+        ({"no_save_optim": True, "finetune": True}, "saved", False),
+        ({"no_save_optim": True}, "release", False),
+        ({}, "saved", False),
+    ],
+)
+def test_an_optimizer_that_is_not_asked_for_is_an_error_if_it_will_be_loaded(
+    driver: ModuleType,
+    trainer: Trainer,
+    tmp_path: Path,
+    options: dict[str, bool],
+    name: str,
+    is_refused: bool,
+) -> None:
+    folder = _saved(trainer, tmp_path / name)
+    state = asked_state(trainer)
+    del state["optimizer"]
+    if is_refused:
+        with pytest.raises(ValueError, match=r"no_save_optim=True .* or add --no-load-optim"):
+            load_by_driver(driver, folder, state, **options)
+    else:
+        assert "model" in load_by_driver(driver, folder, state, **options)
+
+
+def test_a_checkpoint_without_an_optimizer_is_one_short_error(
+    driver: ModuleType, trainer: Trainer, tmp_path: Path
+) -> None:
+    state = training_state([trainer.wrapper])
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(ValueError, match="has no optimizer state.*Add --no-load-optim"):
+        load_by_driver(driver, tmp_path / "saved", asked_state(trainer))
+
+
 def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_path: Path) -> None:
     state = {"model": {"a": torch.zeros(2)}, "_model": [torch.nn.Linear(1, 1)]}
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
@@ -19,7 +18,6 @@ from megatron_fsdp_adapter.core.dtensor.parts import first_rows, join_parts, par
 from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
     join_halves,
     split_halves,
-    with_own_split,
 )
 from megatron_fsdp_adapter.state.model_state import checkpoint_form, chosen_form, module_form
 from megatron_fsdp_adapter.state.names import GlobalNames
@@ -166,17 +164,3 @@ def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) ->
     plain = {"exp_avg": torch.zeros(4, 5)}
     with pytest.raises(ValueError, match="halves must be DTensors"):
         join_halves({"fc_w": plain, "fc_v": plain}, own, params, halved)
-
-
-def test_a_load_keeps_how_this_run_splits_the_model() -> None:
-    dense = nn.Parameter(torch.zeros(1))
-    expert = nn.Parameter(torch.zeros(1))
-    groups = [
-        {"params": [dense], "is_expert_parallel": False, "lr": 1.0},
-        {"params": [expert], "is_expert_parallel": True, "lr": 1.0},
-    ]
-    stored = {name: {"is_expert_parallel": False, "lr": 0.5} for name in ("dense", "expert")}
-    kept = with_own_split(stored, groups, {dense: "dense", expert: "expert"})
-    assert kept["expert"] == {"is_expert_parallel": True, "lr": 0.5}
-    assert kept["dense"] == {"is_expert_parallel": False, "lr": 0.5}
-    assert stored["expert"]["is_expert_parallel"] is False

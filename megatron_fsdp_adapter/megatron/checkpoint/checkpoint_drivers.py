@@ -13,6 +13,7 @@ it are wrapped for what it does not do:
 - An evaluation alone (`--skip-train`). The model is wrapped for it too.
 - One error for all keys that the checkpoint lacks or has in another shape. Torch's names only the
   first.
+- A resume with `--no-save-optim`, or from a checkpoint that was saved with it. The error says so.
 
 Nothing is imported: Megatron-LM and Megatron-Bridge are used if they are loaded.
 """
@@ -27,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
@@ -50,6 +53,8 @@ from . import generators
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
+RELEASE = "release"
+"""Name of a folder that Megatron-LM loads without its optimizer state."""
 
 
 _Asked = tuple[str, bool, int | None]
@@ -126,6 +131,7 @@ def _load(
         return original(*args, **kwargs)
     name, strict, vocab_size = asked_of(call.arguments)
     folder = Path(name)
+    _require_optimizer(call.arguments, folder)
     if not (folder / ".metadata").is_file():
         return original(*args, **kwargs)  # it reports what is missing
     with coordination() as ranks:
@@ -148,6 +154,29 @@ def _load(
     if state is not None:
         state = _as_asked(state, wanted, rank)
     return (state, *others)
+
+
+def _require_optimizer(call: Mapping[str, Any], folder: Path) -> None:
+    """ValueError if the optimizer is left out of what is asked for, but will be loaded."""
+    if OPTIMIZER in call["sharded_state_dict"] or folder.name == RELEASE:
+        return
+    args = call.get("args")
+    if args is not None:  # Megatron-LM
+        leaves_out = is_on(args, "no_save_optim")
+        begins_anew = is_on(args, "no_load_optim") or is_on(args, "skip_train")
+        option, remedy = "no_save_optim=True (--no-save-optim)", "--no-load-optim"
+    else:
+        args = call["ckpt_cfg"]
+        leaves_out = not getattr(args, "save_optim", True)
+        begins_anew = not getattr(args, "load_optim", True)
+        option, remedy = "checkpoint.save_optim=False", "checkpoint.load_optim=False"
+    if is_on(args, "finetune") and call.get("gpt_compat_layer_maps") is None:
+        begins_anew = True
+    if leaves_out and not begins_anew:
+        raise ValueError(
+            f"{option}: with it Megatron asks a checkpoint for no optimizer state either, and then "
+            f"fails without it. Leave it out, or add {remedy} to begin with a new optimizer"
+        )
 
 
 def _remarks(folder: Path, has_generators: bool, missing: Sequence[str]) -> Iterator[str]:
@@ -210,6 +239,12 @@ def _prepared(
     parts = renamed_like(parts, metadata.state_dict_metadata)
     fit(parts, metadata, vocab_size)
     mismatch = compare(flatten(parts), metadata)
+    if strict and OPTIMIZER in parts and not _has_optimizer(metadata):
+        raise ValueError(
+            f"{folder} has no optimizer state, as if it was saved with --no-save-optim. Add "
+            "--no-load-optim (Megatron-Bridge: checkpoint.load_optim=False) to begin with a new "
+            "optimizer"
+        )
     if (strict and mismatch.missing) or mismatch.different:
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
     stored = metadata.state_dict_metadata
@@ -228,6 +263,10 @@ def _prepared(
 def _stores(stored: Iterable[str], count: int) -> Callable[[str], bool]:
     """A function of a place that returns True if `count` generator states are stored there."""
     return lambda place: _stored_entries(stored, place) == count
+
+
+def _has_optimizer(metadata: Metadata) -> bool:
+    return any(key.startswith(f"{OPTIMIZER}.") for key in metadata.state_dict_metadata)
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:

@@ -26,6 +26,7 @@ CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 _CORE = "megatron.core"
 _OPTIMIZER = f"{_CORE}.optimizer"
 _DISTRIBUTED = f"{_OPTIMIZER}.distrib_optimizer"
+_SCHEDULER = f"{_CORE}.optimizer_param_scheduler"
 
 
 def _method(name: str, ours: str, *parameters: str) -> Patch:
@@ -73,6 +74,14 @@ OPTIMIZER: tuple[Patch, ...] = (
     _method("sharded_state_dict", "optimizer:_sharded_state", "self, ..."),
     _method("sharded_param_state_fsdp_dtensor", "optimizer:_save_state", "self, is_loading"),
     _method("load_state_dict", "optimizer:_load_state", "self, state_dict"),
+    Patch(
+        _SCHEDULER, "OptimizerParamScheduler.__init__",
+        "megatron.optimizer.param_scheduler:_init", parameters=("self, optimizer, ...",),
+    ),
+    Patch(
+        _SCHEDULER, "OptimizerParamScheduler.load_state_dict",
+        "megatron.optimizer.param_scheduler:_load", parameters=("self, state_dict",),
+    ),
     Patch(
         f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
         "ChunkOffloadHandler.tensor_need_offloading_checker",

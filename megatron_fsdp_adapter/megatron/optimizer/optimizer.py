@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
+from ...checkpoint.coordination import coordination
 from ...core.engine.engine import FsdpEngine
 from ...core.problems import raise_problems
 from ...optim.residency import Residency
@@ -28,7 +29,8 @@ from ..options.rules import Joined, is_on, problems
 from ..options.settings import OPTIMIZER, settle
 from ..options.support import CORES_OFFLOAD, LION, OPTIMIZER_CONFIG_RULES
 from ..options.table import OFFLOAD
-from . import emerging, lion, optimizer_state
+from . import emerging, group_options, lion, optimizer_state
+from .param_scheduler import schedule_of
 
 # In the place of core's functions (`compat/table.py`).
 
@@ -297,7 +299,7 @@ def _save_state(original: Original, self: Any, is_loading: bool = False) -> Any:
 
 def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Loads what `_save_state` returned, or what was read into it: values sharded as they are here.
-    A dict without group options goes to core's method unchanged."""
+    A dict without group options goes to core's method unchanged. Collective over all ranks."""
     if not our_chunks(self) or optimizer_state.META not in state_dict:
         original(self, state_dict)
         return
@@ -307,12 +309,34 @@ def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> No
     state = optimizer_state.join_halves(
         state_dict[optimizer_state.STATE], own, params, self.halved_names
     )
-    meta = optimizer_state.with_own_split(
-        optimizer_state.with_one_count(state_dict[optimizer_state.META]),
-        self.optimizer.param_groups,
-        self.param_to_name,
-    )
-    original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
+    meta = optimizer_state.with_one_count(state_dict[optimizer_state.META])
+    options = _resumed_options(self, meta)
+    groups = []
+    for group, chosen in zip(self.optimizer.param_groups, options, strict=True):
+        groups.append({**chosen, "params": [self.param_to_name[p] for p in group["params"]]})
+    original(self, {optimizer_state.STATE: state, "param_groups": groups})
+
+
+def _resumed_options(self: Any, meta: optimizer_state.ByName) -> list[dict[str, Any]]:
+    """The options of the optimizer's groups after a load. Collective over all ranks.
+
+    All ranks have the same groups, but a group may have parameters on some of them only. So ranks
+    exchange what the checkpoint has of their parameters, and decide alike. Rank 0 prints what
+    changes; ValueError on all ranks if the checkpoint's groups do not fit."""
+    groups = self.optimizer.param_groups
+    with coordination() as ranks:
+        _, every = ranks.run(
+            "reading the options of parameter groups",
+            lambda: group_options.stored(groups, self.param_to_name, meta),
+            share=lambda found: found,
+        )
+    stored = group_options.merged(one for found in every for one in found or ())
+    resumed = group_options.resumed(groups, stored, emerging.given(self.config), schedule_of(self))
+    raise_problems("The checkpoint's optimizer state", resumed.problems)
+    if dist.get_rank() == 0:
+        for line in resumed.remarks:
+            print(f"optimizer state: {line}", flush=True)
+    return resumed.options
 
 
 @for_ours

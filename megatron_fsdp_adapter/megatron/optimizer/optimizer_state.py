@@ -8,10 +8,9 @@ step count has not the parameter's geometry and is not cut: both halves have it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -25,11 +24,6 @@ META = "param_to_group_meta"
 
 ByName = Mapping[str, Mapping[str, Any]]
 """State or options of each parameter, by the parameter's name."""
-
-OF_THIS_SPLIT = ("is_expert_parallel",)
-"""Options of a parameter group that describe how a run splits the model. A load does not take them
-from the checkpoint: expert parameters have this mark only under expert parallelism, so the saved
-mark would put a parameter into another group than this run's."""
 
 
 def parameter_names(chunks: ModelChunks) -> tuple[dict[Any, str], frozenset[str]]:
@@ -141,22 +135,4 @@ def with_one_count(meta: ByName) -> ByName:
     for options in result.values():
         if COUNT in options:
             options[COUNT] = most
-    return result
-
-
-def with_own_split(
-    meta: ByName,
-    groups: Sequence[Mapping[str, Any]],
-    names: Mapping[torch.Tensor, str],
-) -> ByName:
-    """Group options by parameter name, with `OF_THIS_SPLIT` taken from the optimizer's `groups`.
-
-    names: of the parameters. Parameters that `meta` lacks are skipped."""
-    result = {name: dict(options) for name, options in meta.items()}
-    for group in groups:
-        for param in group["params"]:
-            options = result.get(names[param])
-            if options is None:
-                continue
-            options.update({key: group[key] for key in OF_THIS_SPLIT if key in group})
     return result

@@ -146,6 +146,11 @@ LAUNCH_RULES: Rules = (
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
         f"local checkpoints do not support {CKPT_FORMAT!r}. Use 'global', or leave it out",
     ),
+    unset(
+        "dump_param_to_param_group_map",
+        "megatron-core writes this map only for its own DDP. Leave it out: a checkpoint has the "
+        "options of each parameter's group by name (`megatron-fsdp-adapter inspect`)",
+    ),
     off(
         "perform_rl_step",
         "it passes whole weights to the inference model, which no rank has. Leave it out",

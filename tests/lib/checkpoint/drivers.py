@@ -63,7 +63,7 @@ def asked_state(trainer: Trainer, **more: Any) -> dict[str, Any]:
 
 
 def load_by_driver(
-    driver: ModuleType, folder: Path, state: dict[str, Any], strict: bool = True
+    driver: ModuleType, folder: Path, state: dict[str, Any], strict: bool = True, **options: Any
 ) -> Any:
-    args = SimpleNamespace(strict_fsdp_dtensor_load=strict)
+    args = SimpleNamespace(strict_fsdp_dtensor_load=strict, **options)
     return driver._load_base_checkpoint(str(folder), args, sharded_state_dict=state)[0]

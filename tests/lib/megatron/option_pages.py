@@ -1,4 +1,4 @@
-"""Tables of docs/flags.md, docs/refused*.md and docs/matrix.md, made of the tables of the code:
+"""Tables of docs/flags.md, docs/refused*.md, docs/resume.md and docs/matrix.md, made of the code's:
 `python -m tests.lib.megatron.option_pages` writes them between their marks."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_fsdp_adapter.megatron.optimizer import group_options
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
 from megatron_fsdp_adapter.megatron.options.support import (
@@ -122,6 +123,34 @@ def rules() -> str:
     return _table(("rule", "why"), ((rule.name, rule.reason) for rule in table.RULES))
 
 
+ORIGINS = {
+    # origin -> a resumed run's value with no flag, with the override, with the checkpoint's
+    group_options.RUN: ("run", "run", "run"),
+    group_options.CHECKPOINT: ("checkpoint", "checkpoint", "checkpoint"),
+    group_options.APART: ("compared", "compared", "compared"),
+    group_options.BOUND: ("compared", "run", "checkpoint"),
+    group_options.EQUAL: ("must be equal", "run", "checkpoint"),
+}
+
+
+def _origins(options: Iterable[group_options.Origin]) -> str:
+    rows = []
+    for one in options:
+        flags = ", ".join(f"`{flag}`" for flag in one.flags)
+        rows.append((f"`{one.name}`", one.meaning, flags or "-", *ORIGINS[one.source]))
+    return _table(("option", "meaning", "set by", "neither", "override", "use checkpoint"), rows)
+
+
+def group_origins() -> str:
+    """A row for each option of a parameter group: where a resumed run takes it from."""
+    return _origins(group_options.GROUP_OPTIONS)
+
+
+def schedule_origins() -> str:
+    """The same for the values of core's scheduler."""
+    return _origins(group_options.SCHEDULE_OPTIONS)
+
+
 def refused_configs() -> str:
     return refused(*OF_CONFIGS)
 
@@ -135,6 +164,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
     "refused.md": {"refused": refused_configs},
     "refused_programs.md": {"refused": refused_programs},
+    "resume.md": {"groups": group_origins, "schedule": schedule_origins},
 }
 
 

@@ -1,6 +1,7 @@
-"""docs/flags.md and docs/refused*.md have the tables of the code, and docs/fields.md every field
-of the installed core's configs once, with its releases. A field that a new release brings is
-found here, not by a run that trains wrongly."""
+"""docs/flags.md, docs/refused*.md and docs/resume.md have the tables of the code.
+
+docs/fields.md has every field of the installed core's configs once, with its releases. A field that
+a new release brings is found here, not by a run that trains wrongly."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""Core's `OptimizerParamScheduler` over optimizers of ours: which schedule a resumed run has.
+
+A load of the optimizer comes before that of the scheduler, and needs the scheduler's flags: core
+puts the bounds of the learning rate into parameter groups, too (`group_options.py`). So the
+scheduler leaves its flags with the optimizer when it is made. This works without Megatron-LM's
+arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.problems import raise_problems
+from ..compat.patches import Original
+from ..inner_module import our_chunks
+from .group_options import NEITHER, OVERRIDE, USE_CHECKPOINT, differences
+
+_SCHEDULE = "_fsdp_schedule"
+"""Attribute of an optimizer: the flag of its scheduler."""
+
+
+def schedule_of(optimizer: Any) -> str:
+    """The flag that says whose schedule a resumed run has; `NEITHER` before a scheduler is made."""
+    return getattr(optimizer, _SCHEDULE, NEITHER)
+
+
+def _ours(optimizer: Any) -> list[Any]:
+    """The distributed optimizers with chunks of ours that an optimizer of core consists of."""
+    parts = getattr(optimizer, "chained_optimizers", (optimizer,))
+    return [part for part in parts if our_chunks(part)]
+
+
+# In the place of core's functions (`compat/table.py`).
+
+
+def _init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes the scheduler, and leaves its flag with the optimizers of ours."""
+    original(self, *args, **kwargs)
+    for part in _ours(self.optimizer):
+        setattr(part, _SCHEDULE, _flag_of(self))
+
+
+def _load(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
+    """Loads a schedule. Where no flag says which one is taken, core asserts that each value is the
+    same. Here one ValueError lists all that differ, with flags."""
+    if _flag_of(self) == NEITHER and _ours(self.optimizer):
+        raise_problems("The checkpoint's schedule", differences(self.state_dict(), state_dict))
+    original(self, state_dict)
+
+
+def _flag_of(scheduler: Any) -> str:
+    for name in (OVERRIDE, USE_CHECKPOINT):
+        if getattr(scheduler, name):
+            return name
+    return NEITHER
