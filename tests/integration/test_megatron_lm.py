@@ -41,6 +41,7 @@ CHECKS = (
     "megatron/optimizer/optimizer.py",
     "megatron/checkpoint/megatron_saves.py",
     "megatron/checkpoint/checkpoint_drivers.py",
+    "megatron/checkpoint/gpt_into_hybrid.py",
 )
 
 pytestmark = pytest.mark.full
@@ -103,6 +104,7 @@ MODELS = {
         "--test-data-path {text}_valid"
     ),
     "hybrid": Model(f"{LAYERS} *-*-", script=HYBRID),
+    "hybrid, swiglu": Model(f"{SWIGLU} {LAYERS} *-*-", script=HYBRID),
     "hybrid, older name": Model(f"{LAYERS} *-*-", script="pretrain_mamba.py"),
     "hybrid experts-ep2": Model(f"{LAYERS} *-*E {MOE} {EP2}", script=HYBRID),
     "hybrid pp2-dp2": Model(f"{LAYERS} *-|*- {PP2}", world=4, script=HYBRID),
@@ -275,6 +277,32 @@ def test_a_resumed_run_is_one_that_never_stopped(
         whole.values[STEPS, "test evaluation"]
         == trained(name, f"{OURS} --load {tmp_path} --skip-train").values[STEPS, "test evaluation"]
     )
+
+
+def test_a_gpt_checkpoint_goes_on_as_a_hybrid_model(
+    trained: Trained, tmp_path: Path, megatron_lm: Path
+) -> None:
+    """As with stock DDP, with its optimizer state: a new run, and a resumed one."""
+    interop = megatron_lm / "megatron" / "core" / "dist_checkpointing" / "gpt_checkpoint_interop.py"
+    if not interop.is_file():
+        pytest.skip("this Megatron-LM does not do it")
+    formats = {
+        f"{STOCK} --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable": "stock",
+        OURS: "ours",
+        ZERO1: "ours",
+    }
+    found = []
+    for flags, name in formats.items():
+        root = tmp_path / name
+        if not root.exists():
+            trained("swiglu", f"{flags} --save {root} --save-interval 2 --exit-interval 2")
+        for start in ("--finetune", ""):
+            found.append(trained("hybrid, swiglu", f"{flags} --load {root} {start}").values)
+    for values in found:
+        assert len(values) > STEPS
+    for ours in (found[2:4], found[4:]):
+        for stock, run in zip(found[:2], ours, strict=True):
+            assert lm_log.differences(stock, run) == []
 
 
 @pytest.fixture

@@ -95,6 +95,14 @@ _UNKNOWN_MODULES = {
         "self_attention.linear_qkv_down_proj",
         "Load it without --mla-down-proj-fusion, and save it again",
     ),
+    "moe_single_grouped_weight": (
+        "mlp.experts with one weight for all experts",
+        "Load it without --moe-single-grouped-weight, and save it again",
+    ),
+    "moe_single_grouped_bias": (
+        "mlp.experts with one bias for all experts",
+        "Load it without --moe-single-grouped-bias, and save it again",
+    ),
     "moe_use_legacy_grouped_gemm": (
         "mlp.experts with weight1 and weight2",
         "Load it without --moe-use-legacy-grouped-gemm, and save it again",

@@ -154,7 +154,7 @@ DRIVERS = (
     Patch(BRIDGE, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess"),
     Patch(LM, "get_rng_state", _GENERATORS),
     Patch(BRIDGE, "get_rng_state", _GENERATORS),
-    Patch(LM, "_load_base_checkpoint", f"{_DRIVERS}:load_of_megatron_lm"),
+    Patch(LM, "_load_base_checkpoint", "megatron.checkpoint.gpt_into_hybrid:load"),
     Patch(
         BRIDGE,
         "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",  # from 0.6 on; before

@@ -152,6 +152,8 @@ def test_a_module_that_is_not_known_is_refused_by_name(tmp_path: Path, name: str
         ("heterogeneous_layers_config_encoded_json", "a heterogeneous model"),
         ("mla_down_proj_fusion", "linear_qkv_down_proj"),
         ("moe_use_legacy_grouped_gemm", "weight1"),
+        ("moe_single_grouped_weight", "mlp.experts with one weight"),
+        ("moe_single_grouped_bias", "mlp.experts with one bias"),
     ],
 )
 def test_an_argument_for_unknown_modules_is_refused(

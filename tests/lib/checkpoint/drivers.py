@@ -26,8 +26,13 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: Any, model: An
 
 
 def _load_base_checkpoint(
-    load_dir: str, args: Any, rank0: bool = False, sharded_state_dict: Any = None
+    load_dir: str,
+    args: Any,
+    rank0: bool = False,
+    sharded_state_dict: Any = None,
+    gpt_compat_layer_maps: Any = None,
 ) -> Any:
+    assert gpt_compat_layer_maps is None  # names of a GPT are asked for already
     state = sharded_state_dict
     if "optimizer" in state:
         optimizer = dict(state["optimizer"])
