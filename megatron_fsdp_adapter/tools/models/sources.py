@@ -5,7 +5,6 @@ configs, Megatron's options; and Megatron's options for model parallelism.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
+from .hugging_face import read_hugging_face
 from .spec import OPTIONS, ModelSpec, Options, Parallel, flag
 
 Flags = Mapping[str, Mapping[str, Any]]
@@ -175,89 +175,7 @@ def name_of(given: Options) -> str:
     return " and ".join(parts) or "the model"
 
 
-def read_hugging_face(path: str) -> Options:
-    """The options of a decoder's config.json, by the names of Megatron's arguments. path: of the
-    file, or its folder. Options that are not read from it are Llama 3's. Raises FileNotFoundError
-    or ValueError, naming the file."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"--hf-config {file}: no such file")
-    try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--hf-config {file}: not valid JSON ({error})") from error
-    found = {**found, **found.get("text_config", {})}
-    missing = [name for name in _OF_HUGGING_FACE if name not in found]
-    if missing:
-        raise ValueError(
-            f"--hf-config {file}: no config of a decoder, because it has no {', '.join(missing)}. "
-            "Give the model's flags instead"
-        )
-    heads = found["num_attention_heads"]
-    kind = str(found.get("model_type"))
-    options: dict[str, Any] = dict(_LLAMA3)
-    for theirs, mine in _OF_HUGGING_FACE.items():
-        options[mine] = found[theirs]
-    options["num_query_groups"] = found.get("num_key_value_heads") or heads
-    options["kv_channels"] = found.get("head_dim")
-    options["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
-    options["seq_length"] = min(found.get("max_position_embeddings", 4096), 8192)
-    options["add_qkv_bias"] = kind.startswith("qwen2")
-    options["qk_layernorm"] = kind.startswith("qwen3")
-    options["mtp_num_layers"] = found.get("num_nextn_predict_layers") or None
-    options |= _experts_of(found)
-    options |= _latent_of(found)
-    return options
-
-
-_OF_HUGGING_FACE = {
-    "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
-    "vocab_size": "vocab_size",
-}  # fmt: skip
-"""Key of config.json that must be there -> Megatron's argument."""
-
-
-def _experts_of(found: Options) -> Options:
-    """Megatron's options for the experts in a config.json; none without experts."""
-    names = ("num_local_experts", "n_routed_experts", "num_experts")
-    number = next((found[name] for name in names if found.get(name)), None)
-    if number is None:
-        return {}
-    width = found.get("moe_intermediate_size") or found["intermediate_size"]
-    shared = found.get("n_shared_experts") or 0
-    dense = found.get("first_k_dense_replace", 0)
-    sparse = found["num_hidden_layers"] - dense
-    return {
-        "num_experts": number,
-        "moe_router_topk": found.get("num_experts_per_tok", 2),
-        "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": shared * width or None,
-        "moe_layer_freq": [0] * dense + [1] * sparse,
-    }
-
-
-def _latent_of(found: Options) -> Options:
-    """Megatron's options for the latent attention in a config.json; none without it."""
-    if not found.get("kv_lora_rank"):
-        return {}
-    return {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "kv_channels": None,
-        "num_query_groups": found["num_attention_heads"],
-        "q_lora_rank": found.get("q_lora_rank"),
-        "kv_lora_rank": found["kv_lora_rank"],
-        "qk_head_dim": found["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": found["qk_rope_head_dim"],
-        "v_head_dim": found["v_head_dim"],
-    }
-
-
 _REFUSED: Options = {
-    "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,

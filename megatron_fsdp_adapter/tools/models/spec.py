@@ -45,6 +45,10 @@ _TOKENIZER_EXTRA = {"NullTokenizer": 1}
 class ModelSpec:
     """Megatron's options that define a GPT's parameters and computation, with Megatron's defaults.
 
+    Two options are not Megatron's, and describe layers of some families of Hugging Face:
+    qk_layernorm_of_all_heads: the norm of queries is over all heads at once, as that of keys;
+    post_layernorms: attention and MLP each have a norm behind them, too.
+
     These fields are no options:
     name: the model's, for reports;
     dense_layers: number of first layers that have an MLP in place of experts;
@@ -72,6 +76,9 @@ class ModelSpec:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    qk_layernorm_of_all_heads: bool = False
+    post_layernorms: bool = False
+    softmax_type: str = "vanilla"
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
@@ -83,6 +90,7 @@ class ModelSpec:
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     name: str = "the model"
     dense_layers: int = 0
     left_out: tuple[str, ...] = ()
@@ -95,6 +103,7 @@ class ModelSpec:
             "normalization": ("LayerNorm", "RMSNorm"),
             # mrope and yarn have no parameters either, but need options that are not listed here.
             "position_embedding_type": ("learned_absolute", "rope", "none"),
+            "softmax_type": ("vanilla", "off-by-one", "learnable"),
         }
         for name, known in choices.items():
             value = getattr(self, name)
@@ -107,6 +116,11 @@ class ModelSpec:
             raise ValueError(
                 "--position-embedding-type learned_absolute requires --max-position-embeddings "
                 "or --seq-length. Give one of them, or use rope"
+            )
+        if self.shared_ffn and self.add_bias_linear:
+            raise ValueError(
+                f"--moe-shared-expert-intermediate-size {self.shared_ffn}: Megatron's shared "
+                "experts have no biases. Give --disable-bias-linear"
             )
         if self.num_experts and self.moe_router_topk > self.num_experts:
             raise ValueError(
@@ -233,7 +247,8 @@ class ModelSpec:
         """Elements that autograd saves for a token in a layer with flash attention. width: of the
         MLP."""
         attention = 2 * self.query + self.key_value
-        return 4 * self.hidden_size + attention + (1 + self.gates) * width
+        norms = 4 if self.post_layernorms else 2
+        return (norms + 2) * self.hidden_size + attention + (1 + self.gates) * width
 
     @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
     def step_flops(self, tokens: int) -> float:
@@ -326,9 +341,11 @@ def is_linear_weight(name: str) -> bool:
 
 ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
 """Suffixes of matrices whose columns tensor parallelism splits. It splits the rows of all others,
-except experts', the router's and `EVERY_RANK_HAS`."""
+except experts' and `EVERY_RANK_HAS`."""
 
-EVERY_RANK_HAS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+EVERY_RANK_HAS = (
+    "linear_q_down_proj.weight", "linear_kv_down_proj.weight", "router.weight", "gate_weight",
+)  # fmt: skip
 """Suffixes of matrices that tensor parallelism does not split."""
 
 
@@ -385,7 +402,7 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
 def _split(fqn: str, full: Shape, tensor: int) -> Shape:
     """The shape of a tensor-parallel rank's part of a parameter: some columns of a matrix that ends
     a block, some rows of one that begins it. Norms and biases count as whole."""
-    if tensor == 1 or len(full) == 1 or fqn.endswith((*EVERY_RANK_HAS, "router.weight")):
+    if tensor == 1 or len(full) == 1 or fqn.endswith(EVERY_RANK_HAS):
         return full
     rows, columns = full
     if fqn.endswith(ENDS_A_BLOCK):
@@ -398,20 +415,25 @@ def _layer(spec: ModelSpec, parallel: Parallel, moe: bool) -> Shapes:
     found = _norm("input_layernorm", spec.hidden_size, spec)
     found += _attention(spec)
     found += _norm("pre_mlp_layernorm", spec.hidden_size, spec)
+    if spec.post_layernorms:
+        found += _norm("post_attention_layernorm", spec.hidden_size, spec)
+        found += _norm("post_mlp_layernorm", spec.hidden_size, spec)
     if not moe:
         return [*found, *_mlp("mlp", spec, spec.ffn)]
     experts = spec.num_experts or 0
-    found.append(("mlp.router.weight", (experts, spec.hidden_size)))
+    found += _linear("mlp.router", experts, spec.hidden_size, spec.add_bias_linear)
     if spec.shared_ffn:
-        found += _mlp("mlp.shared_experts", spec, spec.shared_ffn, may_have_bias=False)
-    expert = _mlp("mlp.experts", spec, spec.expert_ffn, may_have_bias=False)
+        if spec.moe_shared_expert_gate:
+            found.append(("mlp.shared_experts.gate_weight", (1, spec.hidden_size)))
+        found += _mlp("mlp.shared_experts", spec, spec.shared_ffn)
+    expert = _mlp("mlp.experts", spec, spec.expert_ffn)
     for index in range(-(-experts // parallel.expert)):
         found += [(f"{name}{index}", shape) for name, shape in expert]
     return found
 
 
-def _mlp(part: str, spec: ModelSpec, width: int, may_have_bias: bool = True) -> Shapes:
-    bias = may_have_bias and spec.add_bias_linear
+def _mlp(part: str, spec: ModelSpec, width: int) -> Shapes:
+    bias = spec.add_bias_linear
     found = _linear(f"{part}.linear_fc1", width * spec.gates, spec.hidden_size, bias)
     found += _linear(f"{part}.linear_fc2", spec.hidden_size, width, bias)
     return found
@@ -420,12 +442,18 @@ def _mlp(part: str, spec: ModelSpec, width: int, may_have_bias: bool = True) -> 
 def _attention(spec: ModelSpec) -> Shapes:
     hidden = spec.hidden_size
     bias = spec.add_bias_linear
-    found = _linear("self_attention.linear_proj", hidden, spec.query, bias)
+    found: Shapes = []
+    if spec.softmax_type == "learnable":
+        found.append(("self_attention.core_attention.softmax_offset", (spec.num_attention_heads,)))
+    found += _linear("self_attention.linear_proj", hidden, spec.query, bias)
     if spec.multi_latent_attention:
         return found + _latent_attention(spec)
     qkv = spec.query + spec.key_value
     found += _linear("self_attention.linear_qkv", qkv, hidden, bias or spec.add_qkv_bias)
-    if spec.qk_layernorm:
+    if spec.qk_layernorm_of_all_heads:
+        found += _norm("self_attention.q_layernorm", spec.query, spec)
+        found += _norm("self_attention.k_layernorm", spec.key_value // 2, spec)
+    elif spec.qk_layernorm:
         found += _norm("self_attention.q_layernorm", spec.head_dim, spec)
         found += _norm("self_attention.k_layernorm", spec.head_dim, spec)
     return found

@@ -162,11 +162,9 @@ OF_GPUS = (
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
 )  # fmt: skip
 UNEVEN_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
 
 DROPPED: Mapping[str, tuple[When, Any, str]] = {
     # Core's default is not 0, so a missing option counts too.
@@ -182,6 +180,11 @@ DROPPED: Mapping[str, tuple[When, Any, str]] = {
         "only with a precision-aware optimizer",
     ),
     **_each(OF_GPUS, _on_cpu, False, _GPU),
+    "softmax_type": (
+        lambda o, room: o.get("softmax_type") not in (None, "vanilla") and not room.has_te_layers,
+        "vanilla",
+        _TE,
+    ),
     "moe_token_dispatcher_type": (
         lambda o, room: o.get("moe_token_dispatcher_type") == "flex",
         "alltoall",
@@ -232,13 +235,10 @@ DROPPED: Mapping[str, tuple[When, Any, str]] = {
 """Options that a proof cannot keep: when (after the rows above), the neutral value, and why."""
 
 UNSUPPORTED: Mapping[str, Any] = {
-    "yaml_cfg": None,
-    "spec": None,
-    "use_legacy_models": False,
-    "experimental_attention_variant": None,
-    "is_hybrid_model": False,
-    "hybrid_override_pattern": None,
-}
+    "yaml_cfg": None, "spec": None, "use_legacy_models": False, "is_hybrid_model": False,
+    "experimental_attention_variant": None, "hybrid_override_pattern": None,
+    "qk_layernorm_of_all_heads": False, "post_layernorms": False,
+}  # fmt: skip
 """Options of models that a proof cannot build, with the value that is allowed."""
 
 

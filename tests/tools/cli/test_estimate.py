@@ -94,6 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **LATENT,
     },
     "latent keys alone": {**LLAMA, "multi_latent_attention": True, **LATENT},
+    "sinks": {**GPT2, "softmax_type": "learnable"},
     "no positions": {**GPT2, "position_embedding_type": "none"},
 }
 
@@ -109,6 +110,14 @@ def one_process() -> Iterator[None]:
 def core_model(spec: ModelSpec) -> GPTModel:
     kind: Any = TransformerConfig
     latent = {}
+    experts = {}
+    if spec.num_experts:
+        experts = {
+            "num_moe_experts": spec.num_experts,
+            "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
+            "moe_shared_expert_gate": spec.moe_shared_expert_gate,
+        }
     if spec.multi_latent_attention:
         kind = MLATransformerConfig
         for name in ("q_lora_rank", *LATENT):
@@ -116,6 +125,7 @@ def core_model(spec: ModelSpec) -> GPTModel:
     default_ffn = default_ffn_hidden_size(spec.hidden_size, spec.swiglu)
     core = kind(
         **latent,
+        **experts,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_attention_heads,
@@ -127,6 +137,7 @@ def core_model(spec: ModelSpec) -> GPTModel:
         add_bias_linear=spec.add_bias_linear,
         add_qkv_bias=spec.add_qkv_bias,
         qk_layernorm=spec.qk_layernorm,
+        softmax_type=spec.softmax_type,
         bias_activation_fusion=False,
         persist_layer_norm=False,
         use_cpu_initialization=True,
@@ -135,7 +146,7 @@ def core_model(spec: ModelSpec) -> GPTModel:
         layers = local_block_spec(core, None)
     else:
         layers = get_gpt_layer_local_spec(
-            qk_layernorm=spec.qk_layernorm, normalization=spec.normalization
+            spec.num_experts, qk_layernorm=spec.qk_layernorm, normalization=spec.normalization
         )
     return GPTModel(
         core,
@@ -171,6 +182,27 @@ def test_the_listing_is_that_of_cores_own_model(name: str, monkeypatch: pytest.M
     assert units["embedding.word_embeddings.weight"] == ("root" if tied else "embedding")
     assert units.get("output_layer.weight") == (None if tied else "output_layer")
     assert of_layers == {"decoder.layers.0", "decoder.layers.1"}
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": LLAMA,
+    "experts with biases": {**LLAMA, "add_bias_linear": True},
+    "shared expert": {**LLAMA, "moe_shared_expert_intermediate_size": 48},
+    "shared expert with a gate": {
+        **LLAMA,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_shared_expert_gate": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_layers_with_experts_have_cores_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core's experts on the CPU have other names than those of Transformer Engine's layers."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    spec = ModelSpec(**EXPERTS[name], num_experts=4, moe_ffn_hidden_size=24)
+    real = Counter(tuple(param.shape) for param in core_model(spec).parameters())
+    assert Counter(shape for _, _, shape, _ in listing(spec)) == real
 
 
 PUBLISHED = {

@@ -19,11 +19,11 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plan.memory import LIFE, PERSISTENT
 from megatron_fsdp_adapter.tools.cli import estimate, prove
 from megatron_fsdp_adapter.tools.cli import plan as command
+from megatron_fsdp_adapter.tools.models.hugging_face import read_hugging_face
 from megatron_fsdp_adapter.tools.models.sources import (
     PRESETS,
     add_flags,
     from_options,
-    read_hugging_face,
 )
 from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel, layers_of, listing
 from megatron_fsdp_adapter.tools.planning import prediction
@@ -46,6 +46,7 @@ from megatron_fsdp_adapter.tools.planning.search import (
 from megatron_fsdp_adapter.tools.planning.shapes import waits_for_longer
 from tests.lib.megatron.core_layers import layers_of_core
 from tests.lib.tools.presets import model_named
+from tests.lib.tools.published_models import PUBLISHED
 
 CHECKS = (
     "tools/cli/plan.py",
@@ -422,6 +423,7 @@ def test_json_has_what_the_table_has(capsys):
 
 
 SIZES_8B = {
+    "model_type": "llama",
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -431,19 +433,11 @@ SIZES_8B = {
 }
 
 
-def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):
-    """Of plan, estimate and `doctor --prove`; of the file, and of its folder."""
+def test_commands_read_a_model_of_hugging_face(tmp_path, capsys):
+    """`estimate` and `doctor --prove`; the file, and its folder."""
     path = tmp_path / "config.json"
-
-    def described(**more: Any) -> ModelSpec:
-        path.write_text(json.dumps({**SIZES_8B, **more}))
-        return from_options(read_hugging_face(str(tmp_path)), "")
-
-    mixtral = described(vocab_size=32000, num_local_experts=8)
-    assert mixtral.num_parameters == model_named("mixtral-8x7b").num_parameters
-    [line] = described(num_nextn_predict_layers=1).left_out
-    assert line.startswith("mtp_num_layers=1: multi-token prediction (num_nextn")
-    llama = described()
+    path.write_text(json.dumps(SIZES_8B))
+    llama = from_options(read_hugging_face(str(tmp_path)), "")
     for given in (tmp_path, path):
         assert estimate.main(["--hf-config", str(given), "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
@@ -456,6 +450,7 @@ def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):
     proven = prove.read_recipe(words, {}).options
     assert from_options({**proven, "num_experts": None}, "") == llama
 
-    path.write_text(json.dumps({"hidden_size": 4}))
-    with pytest.raises(ValueError, match="has no num_hidden_layers"):
-        read_hugging_face(str(path))
+    deepseek = PUBLISHED["deepseek-ai/DeepSeek-V3"].config
+    path.write_text(json.dumps(deepseek))
+    [line] = from_options(read_hugging_face(str(path)), "").left_out
+    assert line.startswith("mtp_num_layers=1: multi-token prediction (num_nextn")
