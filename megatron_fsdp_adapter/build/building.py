@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..core.comm.wait_watch import watch_world
 from ..core.config import EngineConfig
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import laid_out
@@ -68,7 +71,9 @@ def build_engine(
     runtime.synchronize()
     plans = laid_out(plans, domains, config)
     verify_same_model(subject, plans, config, domains)
-    report = FaultReport(config.strategy.name)
+    watch = watch_world()
+    report = FaultReport(config.strategy.name, watch)
+    watched = watch and watch.expect(_sets_of_ranks(domains), not runtime.host_waits)
     with report.building():
         engine = make(
             module,
@@ -81,4 +86,24 @@ def build_engine(
             **options,
         )
     report.engine_made(engine)
+    if watched:
+        watched.log = engine.launches.log
+        watched.is_alive = weakref.ref(engine)
+        watched.calls = partial(_calls_of, weakref.ref(engine))
     return engine
+
+
+def _calls_of(engine: Callable[[], FsdpEngine | None]) -> dict[str, int]:
+    """By unit, how often it was called in the last forward with gradients."""
+    alive = engine()
+    return {unit.name: unit.forward_calls for unit in alive.units[:-1]} if alive else {}
+
+
+def _sets_of_ranks(domains: Domains) -> list[Sequence[int]]:
+    """The sets of ranks that launch collectives of an engine, each once."""
+    found: dict[tuple[int, ...], None] = {}
+    for domain in domains.values():
+        found[domain.axis.ranks] = None
+        if domain.outer is not None:
+            found[domain.outer.ranks] = None
+    return list(found)

@@ -1,10 +1,11 @@
 """Errors in terms of the model: the unit whose weights or gradients a failed collective carried,
 and the buffer that did not fit.
 
-A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
-raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
-process group's own watchdog ends the process at the timeout, and torch's flight recorder has its
-last collectives. Names are looked up only when something has failed.
+A dead or late rank shows on the others as a collective that never ends. Where that can be proved,
+all ranks raise one error within seconds (`core/comm/wait_watch.py`). Otherwise, with gloo, the wait
+raises at the timeout, and the error is raised again with unit and phase. With NCCL the host waits
+for nothing: the process group's own watchdog ends the process at the timeout, and torch's flight
+recorder has its last collectives. Names are looked up only when something has failed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..core.comm.communicator import Communicator, Pair
+from ..core.comm.communicator import CommunicationError, Communicator, Pair
+from ..core.comm.launched import LaunchLog
+from ..core.comm.wait_watch import WaitWatch
+from ..core.comm.waits import Position
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.hooks import in_backward
 
@@ -37,11 +40,6 @@ ACTIONS: Mapping[str, str] = {
 """Collective -> what the engine uses it for."""
 
 
-class CommunicationError(RuntimeError):
-    """A collective of the wrapper failed. The message says what it carried, when, and between which
-    ranks."""
-
-
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a collective of `group` may take."""
     return group._get_backend(device).options._timeout.total_seconds()
@@ -55,6 +53,7 @@ class Launch(NamedTuple):
     carries: str
     when: str
     ranks: Sequence[int]
+    at: Position = (0, 0)
 
     def __str__(self) -> str:
         what = self.action
@@ -65,16 +64,32 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class NamedWork:
-    """A handle of a collective. If it fails, `wait` raises the error that `explain` makes."""
+    """A handle of a collective. If it fails, or can never end, `wait` raises an error that says
+    what it carried."""
 
     work: Any
-    explain: Callable[[RuntimeError], CommunicationError]
+    communicator: NamedCommunicator
+    launch: Launch
+
+    @property
+    def log(self) -> LaunchLog | None:
+        return self.communicator.log
+
+    @property
+    def at(self) -> Position:
+        return self.launch.at
 
     def wait(self) -> None:
+        watch = self.communicator.report.watch
         try:
-            self.work.wait()
+            if watch is None:
+                self.work.wait()
+            else:
+                watch.wait(self)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise self.communicator.failed(self, error) from error
 
 
 class NamedCommunicator(Communicator):
@@ -82,16 +97,30 @@ class NamedCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, report: FaultReport) -> None:
         super().__init__(group, device)
-        self._report = report
+        self.report = report
 
-    def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
+    def failed(self, work: NamedWork, error: RuntimeError) -> CommunicationError:
+        """The error that a launch, or the wait for it, failed with `error`."""
+        watch = self.report.watch
+        cause = watch.cause(self.ranks, work) if watch is not None else ""
+        if cause:
+            return CommunicationError(cause)
         # Looks the unit up only now, not at each launch.
-        launch = launch._replace(carries=self._report.unit_of(launch.carries))
+        launch = work.launch._replace(carries=self.report.unit_of(work.launch.carries))
         return CommunicationError(
             f"rank {dist.get_rank()}: {launch}, failed: {error}. See the logs of the other ranks: "
             f"one has failed, is late by more than {timeout_of(self.group, self.device):g} s (the "
             "timeout of the process group), or took another path through the model"
         )
+
+    def _position(self, compares: bool) -> Position:
+        """The place of the launch that was noted last, or of the comparison behind a step."""
+        log = self.log
+        if log is None:
+            return 0, 0
+        if compares:
+            return log.step - 1, log.before.count
+        return log.step, log.launched.count - 1
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         if self.size == 1:
@@ -102,12 +131,13 @@ class NamedCommunicator(Communicator):
             when = "at construction"
         elif name == "all_reduce_max" and not pairs[0][0].is_floating_point():
             action = COMPARE  # unlike scales, launches are compared as whole numbers
-        launch = Launch(action, self.carries, when, self.ranks)
+        at = self._position(compares=action == COMPARE)
+        launch = Launch(action, self.carries, when, self.ranks, at)
         try:
             works = super().launch(name, pairs, **options)
         except RuntimeError as error:
-            raise self._failed(launch, error) from error
-        return [NamedWork(work, partial(self._failed, launch)) for work in works]
+            raise self.failed(NamedWork(None, self, launch), error) from error
+        return [NamedWork(work, self, launch) for work in works]
 
 
 def _size(nbytes: float) -> str:
@@ -126,10 +156,11 @@ REMEDY = (
 class FaultReport:
     """Gives errors of one engine the names of its units and buffers. Holds the engine weakly.
 
-    strategy: the name of the model's sharding strategy."""
+    strategy: the name of the model's sharding strategy. watch: of waits, if there is one."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, watch: WaitWatch | None = None) -> None:
         self._strategy = strategy
+        self.watch = watch
         # A weak reference. None before the engine is made, and when it is gone.
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
 

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from .launched import LaunchLog
+
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class CommunicationError(RuntimeError):
+    """A collective of the wrapper failed, or can never end. The message says what it carried, and
+    between which ranks."""
 
 
 STREAM_ORDERED = {"nccl": True, "gloo": False}
@@ -71,6 +78,8 @@ class Communicator:
 
     carries = ""
     """The name of what the next collectives carry, for messages about their failure."""
+    log: LaunchLog | None = None
+    """What notes the next collectives; None before the first one that is noted."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -11,15 +11,15 @@ the slowest rank, in every unit.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.comm.communicator import Communicator
+from megatron_fsdp_adapter.core.comm.communicator import CommunicationError, Communicator
+from megatron_fsdp_adapter.core.comm.launched import Launched, LaunchLog
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .group import ParamGroup
@@ -29,36 +29,6 @@ REDUCED = "gradients of {} reduced"
 GATHERED_OUTER = "weights of {} gathered (outer axis)"
 REDUCED_OUTER = "gradients of {} reduced (outer axis)"
 AGREED = "scales of weights from {} on agreed"
-
-KEPT = 20_000
-"""The last launches of a step, so many, are kept in words to name the first difference: 160 kB."""
-
-_MASK = (1 << 64) - 1
-_PRIME = 0x100000001B3
-
-
-@dataclass
-class Launched:
-    """The launches of one rank in a step."""
-
-    # How many.
-    count: int = 0
-    # The number that they are folded into; 64 bits.
-    folded: int = 0
-    # The latest ones in words.
-    latest: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
-
-    def add(self, text: str, code: int) -> None:
-        self.count += 1
-        self.folded = ((self.folded * _PRIME) ^ code) & _MASK
-        self.latest.append(text)
-
-    def text_of(self, index: int) -> str:
-        """The launch with that number, from 0, in words."""
-        if index >= self.count:
-            return "nothing more"
-        place = index - (self.count - len(self.latest))
-        return self.latest[place] if place >= 0 else "no longer remembered"
 
 
 @dataclass
@@ -94,15 +64,25 @@ class LaunchComparison:
         self._communicators = list(found.values())  # in the order in which ranks compare
         # Words and code of launches, by kind and name of the group.
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
-        self._launched = Launched()  # in the step that runs
+        self.log = LaunchLog()  # of the step that runs, and the one before
+        for communicator in self._communicators:
+            communicator.log = self.log
         self._started: _Comparison | None = None  # whose result has not been read
-        self._last = _Comparison(self._launched)  # of the last step
+        self._last = _Comparison(self.log.launched)  # of the last step
 
     def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
-        """Notes that a collective of `kind`, which carries `groups`, is launched now."""
+        """Notes that a collective of `kind`, which carries `groups`, is launched now.
+
+        Raises:
+            CommunicationError: ranks wait for each other (`core/comm/wait_watch.py`).
+        """
         communicator.carries = groups[0].name
         if communicator.size == 1:
             return
+        log = self.log
+        if log.failed:
+            raise CommunicationError(log.failed)
+        communicator.log = log
         for group in groups:
             key = (kind, group.name)
             known = self._known.get(key)
@@ -111,7 +91,7 @@ class LaunchComparison:
                 digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
                 known = text, int.from_bytes(digest, "big")
                 self._known[key] = known
-            self._launched.add(*known)
+            log.launched.add(*known)
 
     def compare(self, numbers: Sequence[int] = ()) -> None:
         """Compares what was launched since the last time, behind the last reduction of a step.
@@ -122,9 +102,11 @@ class LaunchComparison:
 
         Raises:
             RuntimeError: the launches differ; on all ranks that were compared, with one text.
+            CommunicationError: ranks wait for each other.
         """
-        started = _Comparison(self._launched, numbers)
-        self._launched = Launched()
+        self.raise_failed()
+        started = _Comparison(self.log.launched, numbers)
+        self.log.end_step()
         self._last = started
         if not self._communicators or self._runtime.is_capturing():
             return
@@ -135,6 +117,11 @@ class LaunchComparison:
         if self._runtime.host_waits:
             self._runtime.wait(COMPUTE, self._runtime.record(REDUCE))
             self._raise_found()
+
+    def raise_failed(self) -> None:
+        """Raises the CommunicationError that ranks wait for each other, if that is known."""
+        if self.log.failed:
+            raise CommunicationError(self.log.failed)
 
     def largest(self) -> Sequence[int]:
         """The largest over the ranks of each number of the last comparison. The host waits."""

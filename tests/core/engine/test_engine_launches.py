@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fsdp_adapter.core.comm.launched import Launched
 from megatron_fsdp_adapter.core.engine import launches
-from megatron_fsdp_adapter.core.engine.launches import GATHERED, LaunchComparison, Launched
+from megatron_fsdp_adapter.core.engine.launches import GATHERED, LaunchComparison
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.lib.engine.engine_cases import built
 from tests.lib.engine.pretended import REPORTED
@@ -52,12 +53,12 @@ def launched(*names: str, kind: str = GATHERED) -> Launched:
     comparison = LaunchComparison(HostRuntime(), [])
     for name in names:
         comparison.note(kind, [SimpleNamespace(name=name)], Played(1, Launched))  # type: ignore[list-item,arg-type]
-    return comparison._launched
+    return comparison.log.launched
 
 
 def compared(runtime: Any, other: Launched, *names: str) -> LaunchComparison:
     comparison = LaunchComparison(runtime, [Played(1, lambda: (None, other))])  # type: ignore[list-item]
-    comparison._launched = launched(*names)
+    comparison.log.launched = launched(*names)
     comparison.compare()
     return comparison
 
@@ -72,7 +73,7 @@ def test_order_number_and_kind_tell() -> None:
 def test_equal_launches_exchange_two_numbers_and_nothing_else() -> None:
     comparison = compared(HostRuntime(), launched("a", "b"), "a", "b")
     assert comparison._communicators[0].asked == 0  # type: ignore[attr-defined]
-    assert comparison._launched.count == 0  # the next step begins at zero
+    assert comparison.log.launched.count == 0  # the next step begins at zero
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_where_the_host_does_not_wait_the_result_is_read_a_step_later() -> None:
 
 def test_a_capture_launches_and_reads_nothing() -> None:
     comparison = compared(device(), launched("a"), "b")
-    comparison._launched = launched("a")  # in which nothing would differ
+    comparison.log.launched = launched("a")  # in which nothing would differ
     with mock.patch.object(HostRuntime, "is_capturing", lambda self: True):
         comparison.compare()
     with pytest.raises(RuntimeError, match="launch 1 of 1"):
@@ -122,7 +123,7 @@ def test_what_one_group_of_ranks_found_is_passed_on_to_the_next(
     inner = Played(1, lambda: (None, launched(inner_launched)))
     outer = Played(2, lambda: ("ranks 2 and 3 have found something", launched("b")))
     comparison = LaunchComparison(HostRuntime(), [inner, outer])  # type: ignore[list-item]
-    comparison._launched = launched("a")
+    comparison.log.launched = launched("a")
     with pytest.raises(RuntimeError, match=told):
         comparison.compare()
     assert (inner.asked, outer.asked) == asked
@@ -162,4 +163,4 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
     assert not any(compares[:-times])
     assert len(noted) == len(carried) > 0
     assert setup.slots or noted == carried  # buffers in slots have the name of one unit for all
-    assert rig.engine.launches._launched.count == 0
+    assert rig.engine.launches.log.launched.count == 0
