@@ -393,7 +393,10 @@ class WaitWatch:
         if not groups and self._raised.wait(RAISE_S):
             return
         _print(f"rank {self._rank}: {self._told}")
-        abort(groups)
+        if groups:
+            # Before an abort shows on other ranks, these have read the error.
+            self._over.wait(2 * POLL_S)
+            abort(groups)
 
     def _exit(self) -> None:
         """The process ends."""
@@ -476,8 +479,6 @@ def nccl_groups() -> list[tuple[Any, Any]]:
 def abort(groups: Sequence[tuple[Any, Any]]) -> None:
     """Ends all collectives that run, as torch's `_abort_process_group` does it, which would also
     forget the groups."""
-    if not groups:
-        return
     _, first = groups[0]
     # Together: aborts of single communicators would wait for each other.
     first._group_start()

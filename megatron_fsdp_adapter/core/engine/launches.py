@@ -163,8 +163,10 @@ class LaunchComparison:
         if started is None:
             return
         self._started = None
+        rows = started.read()
+        self.raise_failed()  # the device's answer means nothing then
         found: str | None = None
-        for communicator, row in zip(self._communicators, started.read(), strict=False):
+        for communicator, row in zip(self._communicators, rows, strict=False):
             # The largest is not the smallest. All ranks of a row see that, so all come here.
             if row[0] != ~row[1]:
                 every = communicator.all_objects((found, started.launched))
