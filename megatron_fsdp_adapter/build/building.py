@@ -94,7 +94,7 @@ def build_engine(
 
 
 def _calls_of(engine: Callable[[], FsdpEngine | None]) -> dict[str, int]:
-    """By unit, how often it was called in the last forward with gradients."""
+    """The number of calls of each unit in the last forward with gradients."""
     alive = engine()
     return {unit.name: unit.forward_calls for unit in alive.units[:-1]} if alive else {}
 

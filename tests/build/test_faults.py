@@ -70,7 +70,7 @@ ONE_BY_ONE = (
     ],
 )
 def test_other_ranks_end_in_the_stated_error(fault: Fault, tmp_path: Path) -> None:
-    """Naming unit, phase and pass, within the timeout; or the rank that has ended, if it said so."""
+    """Naming unit, phase and pass, within the timeout; or the rank that has ended, if it could."""
     began = time.monotonic()
     root = str(tmp_path / "run")
     outcomes = settle_ranks(

@@ -11,7 +11,7 @@ from tests.lib.gpu.gpu_ranks import WORLD
 from tests.lib.plain.waits import LATE, WAYS, error_of, reported
 from tests.lib.ranks.launch import run_ranks, settle_ranks
 
-CHECKS = ("core/comm/wait_watch.py", "core/engine/launches.py")
+CHECKS = ("core/comm/wait_watch.py", "core/comm/abort.py", "core/engine/launches.py")
 
 ENOUGH_S = 60.0
 """The process groups' timeout is 120 s."""

@@ -79,7 +79,7 @@ class Communicator:
     carries = ""
     """The name of what the next collectives carry, for messages about their failure."""
     log: LaunchLog | None = None
-    """What notes the next collectives; None before the first one that is noted."""
+    """The log that notes the next collectives; None before the first one that is noted."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

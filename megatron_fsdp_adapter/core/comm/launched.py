@@ -38,8 +38,8 @@ class Launched:
 
 @dataclass
 class LaunchLog:
-    """What an engine has launched in the step that runs, and in the one before. Another thread
-    reads it."""
+    """The launches of an engine in the step that runs, and in the one before. Another thread reads
+    it."""
 
     # The number of the step that runs, from 0.
     step: int = 0

@@ -14,9 +14,7 @@ kernels, and the next call of the engine raises.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
-import os
 import re
 import socket
 import sys
@@ -29,13 +27,14 @@ from datetime import timedelta
 from multiprocessing import util
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from . import waits
+from .abort import abort, keep_groups, nccl_groups
 from .communicator import CommunicationError
 from .launched import LaunchLog
+from .place import place_of
 from .waits import EngineState, Position, RankState
 
 POLL_S = 1.0
@@ -53,26 +52,9 @@ STORE_S = 10.0
 LEAD_LOST = 20
 """A lead that is seen so often without a change has stopped."""
 GONE_KEPT = 4
-"""Of engines that are gone, so many: a rank may wait for one."""
+"""Engines that are gone and still known: a rank may wait for one."""
 READS_PER_S = 2000
-"""So many states a rank that looks for a proof reads each second."""
-
-BLOCKS = {
-    "gloo": {
-        "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
-        "all_gather_single", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
-        "reduce_scatter_single", "all_to_all", "all_to_all_single",
-    },
-    "nccl": {"barrier", "all_gather_object"},
-}  # fmt: skip
-"""By backend, the functions of torch.distributed that return on no rank before all have called
-them."""
-
-PACKAGES = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
-)
-"""Folders whose lines say nothing about the place in the user's program."""
+"""States that a rank in search of a proof reads in a second, at most."""
 
 
 class HostWait(Protocol):
@@ -83,7 +65,7 @@ class HostWait(Protocol):
 
     @property
     def log(self) -> LaunchLog | None:
-        """What noted the launch."""
+        """The log that noted the launch."""
 
     @property
     def at(self) -> Position:
@@ -95,13 +77,13 @@ class WatchedEngine:
     """An engine of this rank."""
 
     numbers: dict[str, int]
-    """By name of a set of ranks, how many engines over that set were made before."""
+    """The number of engines that were made before over each set of ranks, by its name."""
     runs_ahead: bool
     log: LaunchLog = field(default_factory=LaunchLog)
     is_alive: Callable[[], Any] = object
     """Gives None when the engine is gone."""
     calls: Callable[[], dict[str, int]] = dict
-    """By unit, how often it was called in the last forward."""
+    """Gives the number of calls of each unit in the last forward."""
 
     def state(self) -> EngineState:
         log = self.log
@@ -369,7 +351,7 @@ class WaitWatch:
         return self._swap(key, "", "")
 
     def _states_of(self, ranks: Sequence[int]) -> dict[int, RankState]:
-        """By rank, what has been published. Ranks that go on are missing."""
+        """The states that these ranks have published. Ranks that go on are missing."""
         found = {}
         for rank in ranks:
             text = self._read(f"rank {rank}")
@@ -418,27 +400,6 @@ class WaitWatch:
                 self._store.set(f"rank {self._rank}", state.to_text())
 
 
-def place_of(thread_id: int) -> tuple[str, str, Sequence[int]]:
-    """The line that a thread is in, outside of torch and this package; and if it is in a collective
-    of torch.distributed that returns when all ranks have called it, its name and those ranks."""
-    frame = sys._current_frames().get(thread_id)
-    collective, members = "", ()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == c10d.__file__:
-            group = frame.f_locals.get("group") or dist.group.WORLD
-            with contextlib.suppress(RuntimeError, ValueError, KeyError):
-                backend = "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
-                if code.co_name in BLOCKS[backend]:
-                    collective = f"torch.distributed.{code.co_name}"
-                    members = dist.get_process_group_ranks(group)
-        elif not code.co_filename.startswith(PACKAGES):
-            place = f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
-            return place, collective, members
-        frame = frame.f_back
-    return "", collective, members
-
-
 def _address(store: Any) -> tuple[str, int] | None:
     """Host and port of the server of a store; None if it has none."""
     while hasattr(store, "underlying_store"):
@@ -456,35 +417,6 @@ def is_served(address: tuple[str, int] | None) -> bool:
     except OSError:
         return False
     return True
-
-
-def keep_groups() -> None:
-    """Keeps all process groups until the process has ended. Those of gloo would wait, when they are
-    deleted at the end, for the timeout of collectives that never end."""
-    for group in list(c10d._world.pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def nccl_groups() -> list[tuple[Any, Any]]:
-    """All process groups of NCCL, with their backends."""
-    groups = []
-    for group in list(c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):
-            backend = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                groups.append((group, backend))
-    return groups
-
-
-def abort(groups: Sequence[tuple[Any, Any]]) -> None:
-    """Ends all collectives that run, as torch's `_abort_process_group` does it, which would also
-    forget the groups."""
-    _, first = groups[0]
-    # Together: aborts of single communicators would wait for each other.
-    first._group_start()
-    for group, _ in reversed(groups):
-        group.abort()
-    first._group_end()
 
 
 def _print(text: str) -> None:

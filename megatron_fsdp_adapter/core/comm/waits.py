@@ -27,9 +27,9 @@ REMEDY = (
     "in its loss: call a unit that a rank's data does not need as well, and add its output times 0"
 )
 MOST_NAMED = 8
-"""Of ranks that do the same, so many are named."""
+"""The number of ranks that are named, of those that do the same."""
 LOOKED_AT = 16
-"""Of ranks that are behind, so many are asked whether they wait for one that is ahead."""
+"""The number of ranks that are examined, of those that are behind."""
 
 Position = tuple[int, int]
 """A step, and a number of launches in it."""
@@ -37,7 +37,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class EngineState:
-    """What one engine of a rank has launched.
+    """The launches of one engine of a rank.
 
     Attributes:
         numbers: by name of a set of ranks, how many engines over that set were made before.

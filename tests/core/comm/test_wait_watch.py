@@ -10,7 +10,13 @@ from megatron_fsdp_adapter.core.comm import wait_watch
 from tests.lib.plain.waits import LATE, WAYS, error_of, reported
 from tests.lib.ranks.launch import run_ranks, settle_ranks
 
-CHECKS = ("core/comm/wait_watch.py", "build/fault_report.py", "core/engine/launches.py")
+CHECKS = (
+    "core/comm/wait_watch.py",
+    "core/comm/place.py",
+    "core/comm/abort.py",
+    "build/fault_report.py",
+    "core/engine/launches.py",
+)
 
 TIMEOUT_S = 120.0
 """Of the process groups of `settle_ranks`. Nothing here may come near it."""

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fsdp_adapter.core.comm import launched as launched_module
 from megatron_fsdp_adapter.core.comm.launched import Launched
 from megatron_fsdp_adapter.core.engine import launches
 from megatron_fsdp_adapter.core.engine.launches import GATHERED, LaunchComparison
@@ -89,7 +90,7 @@ def test_the_first_difference_is_told(
     monkeypatch: pytest.MonkeyPatch, mine: str, other: str, kept: int, told: str
 ) -> None:
     """Or that it is the first of those that are remembered."""
-    monkeypatch.setattr(launches, "KEPT", kept)
+    monkeypatch.setattr(launched_module, "KEPT", kept)
     with pytest.raises(RuntimeError, match=f"(?s){told}"):
         compared(HostRuntime(), launched(*other), *mine)
 
