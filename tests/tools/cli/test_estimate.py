@@ -552,7 +552,12 @@ FP8_TINY = (
         ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
-        ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
+        ("qk-l2-norm: true", "--qk-l2-norm True: models with it"),
+        ("softmax-type: fast", "--softmax-type 'fast' is not supported"),
+        (
+            "add-bias-linear: true\nmoe-shared-expert-intermediate-size: 8",
+            "Give --disable-bias-linear",
+        ),
         ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
         ("hidden-size: wide", "--hidden-size 'wide'"),
         ("swiglu: 1", "--swiglu 1"),
