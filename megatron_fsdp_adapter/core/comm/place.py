@@ -29,11 +29,12 @@ PACKAGES = (
 """Folders whose lines say nothing about the place in the user's program."""
 
 
-def place_of(thread_id: int) -> tuple[str, str, Sequence[int]]:
+def place_of(thread_id: int | None) -> tuple[str, str, Sequence[int]]:
     """The line that a thread is in, outside of torch and this package; and if it is in a collective
     of torch.distributed that returns when all ranks have called it, its name and those ranks."""
-    frame = sys._current_frames().get(thread_id)
-    collective, members = "", ()
+    frame = sys._current_frames().get(thread_id) if thread_id is not None else None
+    collective = ""
+    members: Sequence[int] = ()
     while frame is not None:
         code = frame.f_code
         if code.co_filename == c10d.__file__:

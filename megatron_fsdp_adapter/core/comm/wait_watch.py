@@ -60,8 +60,9 @@ READS_PER_S = 2000
 class HostWait(Protocol):
     """A wait of the host for a launch of gloo."""
 
-    work: Any
-    """torch's handle."""
+    @property
+    def work(self) -> Any:
+        """torch's handle."""
 
     @property
     def log(self) -> LaunchLog | None:
@@ -119,7 +120,7 @@ class WaitWatch:
         store = c10d._get_default_store()
         self._address = _address(store)
         # A client of its own: the main thread may block in the other one, which has a lock.
-        own = store.clone()
+        own = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=STORE_S))
         self._store = dist.PrefixStore(f"megatron_fsdp_adapter/waits/{number}", own)
         self._engines: list[WatchedEngine] = []  # and the last ones that are gone
@@ -320,9 +321,8 @@ class WaitWatch:
     def _own_state(self, still_s: float, wait: HostWait | None, ended: str = "") -> RankState:
         self._beat += 1
         engines = list(self._engines)
-        place, collective, members = "", "", ()
-        if not ended:
-            place, collective, members = place_of(self._thread_id)
+        thread_id = None if ended else self._thread_id
+        place, collective, members = place_of(thread_id)
         index = None
         if wait is not None:
             index = next((i for i, one in enumerate(engines) if one.log is wait.log), None)

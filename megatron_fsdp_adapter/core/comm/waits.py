@@ -259,8 +259,8 @@ def _calls_that_differ(members: Mapping[int, tuple[RankState, EngineState]]) -> 
                 found.setdefault((unit, number), []).append(rank)
     lines = []
     for (unit, number), ranks in found.items():
-        calls = {0: "no call", 1: "one call"}.get(number, f"{number} calls")
-        lines.append(f"  - {ranks_in_words(ranks)}: {calls} of `{unit}` in the last forward")
+        often = {0: "no call", 1: "one call"}.get(number, f"{number} calls")
+        lines.append(f"  - {ranks_in_words(ranks)}: {often} of `{unit}` in the last forward")
     return lines[:MOST_NAMED]
 
 
