@@ -4,7 +4,9 @@ groups get that rate."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +35,11 @@ from megatron_fsdp_adapter.megatron.optimizer.group_options import (
 )
 from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.fused_adam import transformer_engine_optimizer
-from tests.lib.gpt.gpt import Trainer, build_trainer, train_step
+from tests.lib.gpt.gpt import Trainer, build_trainer, init_megatron, train_step
 from tests.lib.gpt.lion import LION, LION_IN_CORE
 from tests.lib.gpt.one_layer import CASE, DEVICE, data
 from tests.lib.gpt.precision_aware import precision_aware_trainer
+from tests.lib.ranks.launch import run_ranks
 
 CHECKS = (
     "megatron/optimizer/group_options.py",
@@ -382,3 +385,36 @@ def test_a_checkpoint_without_a_count_of_steps_does_not_begin_anew(tmp_path: Pat
         _save_with(trainer, tmp_path, step=None)
         with pytest.raises(ValueError, match=r"missing in the checkpoint(.|\n)*\.step"):
             loaded(trainer, tmp_path)
+
+
+def _load_with(trainer: Trainer, part: str, rate: float) -> str:
+    """Printed lines or the error of a load, in which parameters with `part` in their names had
+    another rate."""
+    state = training_state(trainer.chunks, trainer.optimizer)["optimizer"]
+    meta = state["param_to_group_meta"]
+    for name in [name for name in meta if part in name]:
+        meta[name] = {**meta[name], "max_lr": rate}
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            trainer.optimizer.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    return printed.getvalue()
+
+
+def _loads(rank: int, size: int) -> tuple[str, str]:
+    trainer = build_trainer(CASE, "optim_grads_params", init_megatron())
+    moved = _load_with(trainer, "word_embeddings" if rank else "nothing", 7.0)
+    return moved, _load_with(trainer, "", 5.0 + rank)
+
+
+def test_ranks_decide_alike_about_parameters_that_one_of_them_has() -> None:
+    """As a pipeline stage has some. The others would go on, and wait in the next collective."""
+    (moved, error), (unprinted, same_error) = run_ranks(_loads, 2)
+    assert "not 7.0 of the checkpoint" in moved
+    assert "word_embeddings.weight" in moved
+    assert unprinted == ""
+    assert error == same_error
+    assert "the checkpoint has 5.0" in error
+    assert "the checkpoint has 6.0" in error
