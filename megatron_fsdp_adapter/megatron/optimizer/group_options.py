@@ -313,7 +313,7 @@ def _take_bounds(
         for own in stored
     ):
         return []
-    remarks = []
+    remarks: list[Line] = []
     for row in _BOUNDS:
         following = [_follows(options, row, config) for options in wanted]
         saved = {

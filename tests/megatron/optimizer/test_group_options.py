@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_every_option_of_a_parameter_group_is_in_the_table(kind: str) -> None:
     if kind == "fused":
         trainer = precision_aware_trainer("optim_grads_params", {}, DEVICE)
     else:
-        options = dict(LION) if kind == "lion" else {"optimizer": kind.split()[0]}
+        options: dict[str, Any] = {"optimizer": kind.split()[0]}
+        if kind == "lion":
+            options = dict(LION)
         if "without" in kind:
             options["decoupled_weight_decay"] = False
         trainer = build_trainer(CASE, "optim_grads_params", DEVICE, optimizer=options)
@@ -274,7 +277,7 @@ class Schedule:
     """Whose rate a resumed run trains with."""
 
     flag: str
-    taken: float | None = None
+    taken: float = math.nan
     error: tuple[str, ...] = field(default=())
 
 
@@ -327,7 +330,7 @@ CHANGED = {
 
 
 def test_other_values_of_the_schedule_are_one_error_or_follow_the_flags() -> None:
-    others = {name: value for name, (value, _) in CHANGED.items()}
+    others: dict[str, Any] = {name: value for name, (value, _) in CHANGED.items()}
     _, before = _trained("optim", 0.01)
     saved_state = before.state_dict()
     _, scheduler = _trained("optim", 0.01, **others)
