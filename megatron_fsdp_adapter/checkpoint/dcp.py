@@ -48,6 +48,9 @@ from megatron_fsdp_adapter.state.names import EXTRA_STATE, FP8_SCALING
 
 PathLike = str | os.PathLike[str]
 
+OPTIONAL = (EXTRA_STATE, FP8_SCALING)
+"""Ends of keys that a checkpoint may have and a state may lack."""
+
 
 @dataclass(frozen=True)
 class _Opened:
@@ -66,8 +69,7 @@ class _Opened:
 
     def summary(self) -> _Summary:
         """The summary that ranks exchange."""
-        digest = hashlib.sha256("\n".join(self.keys).encode()).hexdigest()
-        return self.iteration, digest, self.mismatch
+        return self.iteration, digest_of(self.keys), self.mismatch
 
 
 _Summary = tuple[int, str, Mismatch]
@@ -268,14 +270,7 @@ def _mismatch_of_all(
             f"ranks see different newest iterations: {list(newest)}. Check that root is a shared "
             "folder"
         )
-    general: set[str] = set(opened.keys)
-    if len(set(digests)) > 1:
-        # Only the first rank with a set of keys sends it; most ranks have the same set.
-        _, digest, _ = opened.summary()
-        is_sender = digests.index(digest) == ranks.rank
-        to_send = opened.keys if is_sender else ()
-        _, sent = ranks.run("comparing keys", lambda: to_send, share=tuple)
-        general = {key for keys in sent for key in keys or ()}
+    general = keys_of_ranks(ranks, opened.keys, digests)
     merged = merge(mismatches)
     if merged.unusable:
         # The keys of an unusable state are unknown, so unexpected keys cannot be determined.
@@ -283,10 +278,28 @@ def _mismatch_of_all(
     wanted = keys_of_all(general, ranks.size)
     unexpected = []
     for key in opened.metadata.state_dict_metadata:
-        is_ignored = key.startswith(ignored) or key.endswith((EXTRA_STATE, FP8_SCALING))
+        is_ignored = key.startswith(ignored) or key.endswith(OPTIONAL)
         if key not in wanted and not is_ignored:
             unexpected.append(key)
     return replace(merged, unexpected=tuple(unexpected))
+
+
+def digest_of(keys: Sequence[str]) -> str:
+    """A short text that is equal for equal keys."""
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()
+
+
+def keys_of_ranks(ranks: Coordinator, keys: Sequence[str], digests: Sequence[str]) -> set[str]:
+    """The keys of all ranks together. One exchange if they differ.
+
+    keys: of this rank; digests: `digest_of` of each rank's keys, in rank order."""
+    if len(set(digests)) == 1:
+        return set(keys)
+    # Only the first rank with a set of keys sends it; most ranks have the same set.
+    is_sender = digests.index(digest_of(keys)) == ranks.rank
+    to_send = tuple(keys) if is_sender else ()
+    _, sent = ranks.run("comparing keys", lambda: to_send, share=tuple)
+    return {key for part in sent for key in part or ()}
 
 
 def _loaded(opened: _Opened, state: StateMapping, rank: int) -> StateDict:

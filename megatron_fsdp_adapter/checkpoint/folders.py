@@ -32,7 +32,8 @@ _FOREIGN = (
     (
         "mp_rank_*",
         "a checkpoint of Megatron's legacy format (torch)",
-        "load it with Megatron and save it with --ckpt-format torch_dist",
+        "load its weights alone (--finetune), or load it with Megatron's DDP and save it with "
+        "--ckpt-format torch_dist",
     ),
     (
         "*.safetensors",
@@ -87,12 +88,12 @@ def read_tracker(root: Path) -> int:
     tracker = root / TRACKER
     if not tracker.is_file():
         raise FileNotFoundError(
-            f"{tracker} does not exist, so {root} has no newest checkpoint; {_remedy(root)}"
+            f"{tracker} does not exist, so {root} has no newest checkpoint; {remedy(root)}"
         )
     text = tracker.read_text().strip()
     if not text.isdecimal():
         raise ValueError(
-            f"{tracker} should hold an iteration number but holds {text[:40]!r}; {_remedy(root)}"
+            f"{tracker} should hold an iteration number but holds {text[:40]!r}; {remedy(root)}"
         )
     return int(text)
 
@@ -117,7 +118,7 @@ def find_folder(root: Path, iteration: int) -> Path:
     if not _has_content(folder) and replaced_name(folder).is_dir():
         folder = replaced_name(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist; {_remedy(root)}")
+        raise FileNotFoundError(f"{folder} does not exist; {remedy(root)}")
     require_ours(root, folder)
     return folder
 
@@ -176,16 +177,26 @@ def require_ours(root: Path, folder: Path, also: str | None = None) -> None:
     """Raises ValueError for a checkpoint of `root` in a format that this release does not read. It
     is not damaged. also: a pattern of `_FOREIGN` that is read here."""
     read_record(folder)
-    for pattern, what, remedy in _FOREIGN:
+    found = foreign(folder, also)
+    if found is not None:
+        what, advice = found
+        raise ValueError(
+            f"{folder} is {what}, not a checkpoint in the format fsdp_dtensor: {advice}; "
+            f"{remedy(root)}"
+        )
+
+
+def foreign(folder: Path, also: str | None = None) -> tuple[str, str] | None:
+    """(format, remedy) of a folder in another format; None for any other folder. also: as in
+    `require_ours`."""
+    for pattern, what, advice in _FOREIGN:
         if pattern != also and next(folder.glob(pattern), None) is not None:
-            raise ValueError(
-                f"{folder} is {what}, not a checkpoint in the format fsdp_dtensor: {remedy}; "
-                f"{_remedy(root)}"
-            )
+            return what, advice
+    return None
 
 
 def _broken(root: Path, folder: Path, why: str) -> ValueError:
-    return ValueError(f"{folder} is half-written: {why}; {_remedy(root)}")
+    return ValueError(f"{folder} is half-written: {why}; {remedy(root)}")
 
 
 def _unpickled(root: Path, folder: Path) -> Metadata:
@@ -199,11 +210,11 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
             f"torch.distributed.checkpoint does not write ({error}). Nothing in it was executed"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{folder} is damaged: {error}; {_remedy(root)}") from error
+        raise ValueError(f"{folder} is damaged: {error}; {remedy(root)}") from error
     except Exception as error:
         # pickle may raise any error on damaged bytes
         why = f".metadata cannot be read ({type(error).__name__}: {error})"
-        raise ValueError(f"{folder} is damaged: {why}; {_remedy(root)}") from error
+        raise ValueError(f"{folder} is damaged: {why}; {remedy(root)}") from error
 
 
 def read_metadata(root: Path, folder: Path) -> Metadata:
@@ -226,15 +237,15 @@ def read_metadata(root: Path, folder: Path) -> Metadata:
     return metadata
 
 
-def _remedy(root: Path) -> str:
-    # The end of an error's text: the checkpoints of `root` that can be loaded instead.
+def remedy(root: Path) -> str:
+    """The end of an error's text: the checkpoints of `root` that can be loaded instead."""
     complete = complete_iterations(root)
     broken = half_written(root)
     if complete:
         options = ", ".join(map(str, complete[-5:]))
-        remedy = f"complete in {root}: iteration {options} (name one to load it)"
+        text = f"complete in {root}: iteration {options} (name one to load it)"
     else:
-        remedy = f"{root} has no complete checkpoint"
+        text = f"{root} has no complete checkpoint"
     if broken:
-        remedy += f"; half-written (the save was interrupted, or still runs): {', '.join(broken)}"
-    return remedy
+        text += f"; half-written (the save was interrupted, or still runs): {', '.join(broken)}"
+    return text

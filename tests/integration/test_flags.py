@@ -1,4 +1,5 @@
-"""docs/options.md and docs/flags.md have every flag of Megatron-LM that concerns the wrapper."""
+"""Pages of docs have every flag of Megatron-LM that concerns the wrapper, and the table of those
+about checkpoints has every one of them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from tests.lib.integration.lm_runs import ROOT
 
-CHECKS = ("launch/megatron_lm.py", "megatron/options/support.py", "megatron/options/table.py")
+CHECKS = (
+    "launch/megatron_lm.py",
+    "megatron/options/support.py",
+    "megatron/options/table.py",
+    "megatron/options/checkpoint_flags.py",
+)
 
-TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md"))
+TEXT = "".join(
+    (ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md", "checkpoint_flags.md")
+)
 
 CONCERNS = re.compile(
     r"fsdp|hsdp|ddp-|nccl-ub|symmetric-registration|communication-unit|all-gather-group"
@@ -32,11 +43,16 @@ import argparse, sys
 sys.path.insert(0, sys.argv[1])
 from megatron.training.arguments import add_megatron_arguments
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-print(*parser._option_string_actions, sep="\\n")
+for group in parser._action_groups:
+    for action in group._group_actions:
+        for flag in action.option_strings:
+            print(flag, group.title, sep="\\t")
 """
 
 
-def test_every_flag_that_concerns_the_wrapper_is_in_the_document(megatron_lm: Path) -> None:
+@pytest.fixture(scope="module")
+def parsed(megatron_lm: Path) -> dict[str, str]:
+    """Every flag of the parser, and the group that it belongs to."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PRINT, str(megatron_lm)],
         capture_output=True,
@@ -45,7 +61,20 @@ def test_every_flag_that_concerns_the_wrapper_is_in_the_document(megatron_lm: Pa
         env=os.environ,
     )
     assert done.returncode == 0, done.stderr
-    flags = {line for line in done.stdout.splitlines() if CONCERNS.search(line)}
+    return dict(line.split("\t") for line in done.stdout.splitlines() if line.startswith("--"))
+
+
+def test_every_flag_of_checkpoints_is_in_the_table(parsed: dict[str, str]) -> None:
+    """A flag that a new release brings is found here, and not by a job that cannot resume."""
+    flags = {flag for flag, group in parsed.items() if group == "checkpointing"}
+    assert len(flags) > 40
+    known = {flag for row in CHECKPOINT_FLAGS for flag in row.flags}
+    assert not flags - known, sorted(flags - known)
+    assert not known & parsed.keys() - flags, "a flag of another group"
+
+
+def test_every_flag_that_concerns_the_wrapper_is_in_the_document(parsed: dict[str, str]) -> None:
+    flags = {flag for flag in parsed if CONCERNS.search(flag)}
     flags = {flag for flag in flags if not ELSEWHERE.search(flag)}
     assert len(flags) > 40
     written = set(re.findall(r"--[a-z0-9-]+", TEXT))

@@ -135,13 +135,14 @@ def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named:
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
-    root = str(tmp_path)
+    """What else is wrong with it: tests/megatron/options/test_load_folders.py."""
     folder = tmp_path / "iter_0000005"
     folder.mkdir()
-    assert validation.launch_problems(_complete(load=root), {}) == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert validation.launch_problems(_complete(load=str(tmp_path)), {}) == []
     (folder / "metadata.json").write_text("{}")
-    [problem] = validation.launch_problems(_complete(load=root), {})
-    assert problem.startswith(f"load={root!r}: iter_0000005 ")
+    [problem] = validation.launch_problems(_complete(load=str(tmp_path)), {})
+    assert problem.startswith(f"load={str(tmp_path)!r}: iter_0000005 ")
 
 
 def test_asynchronous_saves_are_kept_and_need_no_package() -> None:

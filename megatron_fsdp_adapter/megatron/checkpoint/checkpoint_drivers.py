@@ -11,8 +11,8 @@ it are wrapped for what it does not do:
   ranks, this run's generators stay as they were seeded, and that is printed.
 - Another padded vocabulary. Rows that are not padding are read.
 - An evaluation alone (`--skip-train`). The model is wrapped for it too.
-- One error for all keys that the checkpoint lacks or has in another shape. Torch's names only the
-  first.
+- One error for all keys that the checkpoint lacks or has in another shape, and for layers that no
+  rank has (`strictness.py`). Torch's names only the first key, and nothing that no rank has.
 - A resume with `--no-save-optim`, or from a checkpoint that was saved with it. The error says so.
 
 Nothing is imported: Megatron-LM and Megatron-Bridge are used if they are loaded.
@@ -20,11 +20,11 @@ Nothing is imported: Megatron-LM and Megatron-Bridge are used if they are loaded
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +33,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
+from ...checkpoint.dcp import OPTIONAL, digest_of, keys_of_ranks
 from ...checkpoint.fitting import fit, renamed_like, taken_over
 from ...checkpoint.state import (
+    Mismatch,
     StateDict,
     StateMapping,
     compare,
     entries,
     flatten,
     from_stored,
+    merge,
     to_stored,
 )
 from ...checkpoint.training import OPTIMIZER, merged
@@ -48,48 +51,77 @@ from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.patches import Original
 from ..compat.table import BRIDGE, LM
+from ..options.load_folders import RELEASE
 from ..options.rules import is_on
 from . import generators
+from .load_paths import redirect, without_training_state
+from .strictness import (
+    LENIENT,
+    OPTION,
+    Strictness,
+    advice,
+    printed,
+    refused,
+    strictness_of,
+    unexpected_keys,
+)
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
-RELEASE = "release"
-"""Name of a folder that Megatron-LM loads without its optimizer state."""
 
 
-_Asked = tuple[str, bool, int | None]
-"""A request to read a checkpoint: the folder, whether missing keys are an error, and
-the number of tokens without padding, None where it is not known."""
+@dataclass(frozen=True)
+class Asked:
+    """A request to read a checkpoint.
+
+    folder: of the checkpoint; is_strict: missing keys are an error; strictness: of
+    `dist_ckpt_strictness`; vocab_size: tokens without padding, None where it is not known.
+    """
+
+    folder: Path
+    is_strict: bool
+    strictness: Strictness
+    vocab_size: int | None
 
 
-_Found = tuple[bool, tuple[str, ...]]
-"""A rank's message to the others: whether all generator states that it asks for are stored, and
-its keys that are not stored, if missing keys are allowed."""
+@dataclass(frozen=True)
+class _Found:
+    """A rank's message to the others.
+
+    has_generators: all generator states that it asks for are stored; mismatch: differences of its
+    state from the checkpoint; digest: of the keys that it asks for.
+    """
+
+    has_generators: bool
+    mismatch: Mismatch
+    digest: str
 
 
-def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
+def _of_megatron_lm(call: Mapping[str, Any]) -> Asked:
     """The folder and options of a call of Megatron-LM's reader, from its arguments."""
     module: Any = sys.modules[LM]
     args = call["args"]
     wanted = SimpleNamespace(load=call["load_dir"], ckpt_step=getattr(args, "ckpt_step", None))
     tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
-    return (
-        module.get_load_checkpoint_path_by_args(wanted),
-        is_on(args, "strict_fsdp_dtensor_load"),
+    return Asked(
+        Path(module.get_load_checkpoint_path_by_args(wanted)),
+        is_on(args, LENIENT),
+        strictness_of(getattr(args, OPTION, None)),
         getattr(tokenizer, "vocab_size", None),
     )
 
 
-def _of_bridge(call: Mapping[str, Any]) -> _Asked:
+def _of_bridge(call: Mapping[str, Any]) -> Asked:
     """The folder and options of a call of Megatron-Bridge's reader, from its arguments."""
     module: Any = sys.modules[BRIDGE]
     folder = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
     if folder is None:
         folder = module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
     model_config = getattr(call.get("cfg"), "model", None)
-    return (
-        folder,
-        is_on(call["ckpt_cfg"], "strict_fsdp_dtensor_load"),
+    return Asked(
+        Path(folder),
+        is_on(call["ckpt_cfg"], LENIENT),
+        strictness_of(getattr(call["ckpt_cfg"], OPTION, None)),
         getattr(model_config, "vocab_size", None),
     )
 
@@ -113,42 +145,45 @@ def _preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
     return original(*call.args, **call.kwargs)
 
 
+def load_of_megatron_lm(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Reads a checkpoint by Megatron-LM's function, the newest of `--load` and its non-persistent
+    ones."""
+    call = _bound(original, args, kwargs)
+    redirect(call.arguments)
+    return _load(_of_megatron_lm, original, call)
+
+
+def load_of_bridge(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Reads a checkpoint by Megatron-Bridge's function."""
+    return _load(_of_bridge, original, _bound(original, args, kwargs))
+
+
+def _bound(function: Original, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call
+
+
 def _load(
-    asked_of: Callable[[Mapping[str, Any]], _Asked],
+    asked_of: Callable[[Mapping[str, Any]], Asked],
     original: Original,
-    *args: Any,
-    **kwargs: Any,
+    call: inspect.BoundArguments,
 ) -> Any:
     """Reads a checkpoint by Megatron's function. Before, all ranks compare it with the model, and
     the state that is read replaces the one that was asked for; see the module's docstring.
 
     asked_of: `_of_megatron_lm` or `_of_bridge`."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    call.apply_defaults()
     wanted = call.arguments["sharded_state_dict"]
     models = () if wanted is None else wanted.get("_model", ())
     if not any(isinstance(model, ShardedStateDict) for model in models):
-        return original(*args, **kwargs)
-    name, strict, vocab_size = asked_of(call.arguments)
-    folder = Path(name)
-    _require_optimizer(call.arguments, folder)
-    if not (folder / ".metadata").is_file():
-        return original(*args, **kwargs)  # it reports what is missing
-    with coordination() as ranks:
-        rank = ranks.rank
-        (prepared, _), every = ranks.run(
-            "comparing the checkpoint with the model",
-            lambda: _prepared(wanted, folder, strict, vocab_size, rank),
-            share=lambda result: result[1],
-        )
-    seen = [message for message in every if message is not None]
-    has_generators = all(is_stored for is_stored, _ in seen)
-    if not has_generators:
-        prepared.pop(_RNG, None)
-    if rank == 0:
-        missing = sorted({key for _, keys in seen for key in keys})
-        for line in _remarks(folder, has_generators, missing):
-            print(line, flush=True)
+        return original(*call.args, **call.kwargs)
+    asked = asked_of(call.arguments)
+    _require_optimizer(call.arguments, asked.folder)
+    if not (asked.folder / ".metadata").is_file():
+        return original(*call.args, **call.kwargs)  # it reports what is missing
+    if asked.folder.name == RELEASE:
+        wanted = without_training_state(wanted)
+    prepared, rank = agreed(wanted, asked)
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     if state is not None:
@@ -179,17 +214,43 @@ def _require_optimizer(call: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _remarks(folder: Path, has_generators: bool, missing: Sequence[str]) -> Iterator[str]:
-    """Lines about state that keeps its initial value, one for each kind."""
+def agreed(wanted: StateMapping, asked: Asked) -> tuple[StateDict, int]:
+    """The state to read in place of `wanted`, and this rank. All ranks compare theirs with the
+    checkpoint first: ValueError on all of them lists everything that does not fit on any, and rank
+    0 prints what is left out."""
+    with coordination() as ranks:
+        (prepared, metadata, keys, _), every = ranks.run(
+            "comparing the checkpoint with the model",
+            lambda: _prepared(wanted, asked, ranks.rank),
+            share=lambda result: result[-1],
+        )
+        seen = [message for message in every if message is not None]
+        all_keys = keys_of_ranks(ranks, keys, [message.digest for message in seen])
+    own = merge(message.mismatch for message in seen)
+    unexpected = unexpected_keys(metadata.state_dict_metadata, all_keys, OPTIONAL)
+    found = replace(own, unexpected=unexpected)
+    errors = refused(found, all_keys, asked.is_strict, asked.strictness)
+    if errors:
+        lines = (f"the model does not fit {asked.folder}:", errors.describe(), *advice(errors))
+        raise ValueError("\n".join(lines))
+    has_generators = all(message.has_generators for message in seen)
+    if not has_generators:
+        prepared.pop(_RNG, None)
+    if ranks.rank == 0:
+        for line in (
+            *_remarks(asked.folder, has_generators),
+            *printed(found, asked.folder, asked.strictness),
+        ):
+            print(line, flush=True)
+    return prepared, ranks.rank
+
+
+def _remarks(folder: Path, has_generators: bool) -> Iterator[str]:
+    """A line about generators that keep their seeds."""
     if not has_generators:
         yield (
             f"{folder} has RNG states of another split of the model. This run's generators keep "
             "their seeds"
-        )
-    if missing:
-        yield (
-            f"{len(missing)} keys are not in {folder} and keep their initial values, because "
-            f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
         )
 
 
@@ -201,10 +262,6 @@ def wrapped_to_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     if run.use_megatron_fsdp and run.skip_train and run.ckpt_format == "fsdp_dtensor":
         call.arguments["wrap_with_ddp"] = True
     return original(*call.args, **call.kwargs)
-
-
-load_of_megatron_lm = functools.partial(_load, _of_megatron_lm)
-load_of_bridge = functools.partial(_load, _of_bridge)
 
 
 def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict:
@@ -226,38 +283,39 @@ def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict
 
 
 def _prepared(
-    wanted: StateMapping, folder: Path, strict: bool, vocab_size: int | None, rank: int
-) -> tuple[StateDict, _Found]:
-    """The state to read in place of `wanted`, in new containers, and this rank's message to the
-    others. ValueError lists everything that does not fit."""
-    metadata = folders.read_metadata(folder.parent, folder)
-    asked = merged_chunks(wanted)
-    if asked.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
-        del asked[_RNG]
-    asked_parts = {key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}
-    parts = to_stored(asked_parts, rank, is_loading=True)
+    wanted: StateMapping, asked: Asked, rank: int
+) -> tuple[StateDict, Metadata, tuple[str, ...], _Found]:
+    """The state to read in place of `wanted`, in new containers; the checkpoint's metadata; the
+    keys that this rank asks for; and its message to the others."""
+    metadata = folders.read_metadata(asked.folder.parent, asked.folder)
+    state = merged_chunks(wanted)
+    if state.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
+        del state[_RNG]
+    parts = to_stored(
+        {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}, rank, is_loading=True
+    )
     parts = renamed_like(parts, metadata.state_dict_metadata)
-    fit(parts, metadata, vocab_size)
-    mismatch = compare(flatten(parts), metadata)
-    if strict and OPTIMIZER in parts and not _has_optimizer(metadata):
+    fit(parts, metadata, asked.vocab_size)
+    if asked.is_strict and OPTIMIZER in parts and not _has_optimizer(metadata):
         raise ValueError(
-            f"{folder} has no optimizer state, as if it was saved with --no-save-optim. Add "
+            f"{asked.folder} has no optimizer state, as if it was saved with --no-save-optim. Add "
             "--no-load-optim (Megatron-Bridge: checkpoint.load_optim=False) to begin with a new "
             "optimizer"
         )
-    if (strict and mismatch.missing) or mismatch.different:
-        raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
+    leaves = flatten(parts)
+    keys = tuple(sorted(leaves))
     stored = metadata.state_dict_metadata
     states = {}
-    own_states = asked.get(_RNG, {})
+    own_states = state.get(_RNG, {})
     for place, own in own_states.items():
         found = generators.stored_place(place, _stores(stored, len(own)))
         if found is not None:
             states[found] = own
     if states:
-        asked[_RNG] = states
+        state[_RNG] = states
     placed = len(states) == len(own_states)
-    return {**asked, **parts}, (placed, mismatch.missing)
+    message = _Found(placed, compare(leaves, metadata), digest_of(keys))
+    return {**state, **parts}, metadata, keys, message
 
 
 def _stores(stored: Iterable[str], count: int) -> Callable[[str], bool]:

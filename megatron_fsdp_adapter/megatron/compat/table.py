@@ -140,6 +140,7 @@ BASE_WEIGHTS = (
 """Patches of the reader of base weights, which Megatron-Bridge puts adapters on."""
 
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
+_PATHS = "megatron.checkpoint.load_paths"
 
 
 def _makes_models(module: str, name: str) -> Patch:
@@ -155,6 +156,8 @@ DRIVERS = (
     Patch(LM, "get_rng_state", _GENERATORS),
     Patch(BRIDGE, "get_rng_state", _GENERATORS),
     Patch(LM, "_load_base_checkpoint", "megatron.checkpoint.gpt_into_hybrid:load"),
+    Patch(LM, "get_load_checkpoint_path_by_args", f"{_PATHS}:path_to_load"),
+    Patch(LM, "cleanup_old_non_persistent_checkpoint", f"{_PATHS}:keep_newest"),
     Patch(
         BRIDGE,
         "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",  # from 0.6 on; before

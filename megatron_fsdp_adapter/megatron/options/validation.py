@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from .checkpoint_flags import (
+    CHECKPOINT_RULES,
+    async_save_at_address,
+    async_save_lacks_strategy,
+)
 from .cuda_graphs import GRAPH_RULES
+from .load_folders import load_problems, newest_problems
 from .rules import Joined, Rule, Rules, is_on, off, problems, unset
 from .settings import CKPT_FORMAT
 from .support import (
@@ -78,14 +83,6 @@ def _hashes_sharded_weights(config: Any) -> bool:
 _NO_WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash. Leave it out"
 
 
-def _async_save_lacks_strategy(options: Any) -> bool:
-    return is_on(options, "async_save") and not hasattr(options, "async_strategy")
-
-
-def _async_save_at_address(options: Any) -> bool:
-    return is_on(options, "async_save") and "://" in str(options.save)
-
-
 LAUNCH_RULES: Rules = (
     Rule(
         "optimizer",
@@ -97,25 +94,7 @@ LAUNCH_RULES: Rules = (
         "use_torch_fsdp2",
         "it selects another wrapper than use_megatron_fsdp. Leave one of them out",
     ),
-    Rule(
-        "ckpt_format",
-        lambda args: args.ckpt_format != CKPT_FORMAT,
-        f"sharded weights are saved as {CKPT_FORMAT!r}; Megatron-LM rejects other formats with "
-        "use_megatron_fsdp too. Leave it out, and convert a saved checkpoint with "
-        "`megatron-fsdp-adapter convert --to torch_dist`",
-    ),
-    Rule(
-        "async_save",
-        _async_save_lacks_strategy,
-        "this Megatron-LM saves asynchronously only in the torch_dist format. Leave it out, or use "
-        "a release from 0.17 on",
-    ),
-    Rule(
-        "save",
-        _async_save_at_address,
-        "storage at an address cannot rename a folder, which asynchronous saves need. Leave out "
-        "--async-save, or save to a folder",
-    ),
+    *CHECKPOINT_RULES,
     Rule(WEIGHT_HASH, _hashes_sharded_weights, _NO_WEIGHT_HASH),
     off(
         "enable_full_sharding_in_hsdp",
@@ -126,25 +105,10 @@ LAUNCH_RULES: Rules = (
         "use_legacy_models",
         "the wrapper supports only models of megatron-core. Leave it out",
     ),
-    unset(
-        "save_wgrads_interval",
-        "it saves whole gradients from main_grad, which sharded parameters do not have. Leave it "
-        "out, or run with Megatron's DDP",
-    ),
-    unset(
-        "save_params_interval",
-        "it saves whole weights after the optimizer's step, when they are sharded or stale. Leave "
-        "it out, and save checkpoints",
-    ),
     off(
         "moe_use_upcycling",
         "it rewrites the state of a wrapped model. Upcycle without use_megatron_fsdp, and convert "
         "the checkpoint",
-    ),
-    Rule(
-        "non_persistent_ckpt_type",
-        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
-        f"local checkpoints do not support {CKPT_FORMAT!r}. Use 'global', or leave it out",
     ),
     unset(
         "dump_param_to_param_group_map",
@@ -227,7 +191,7 @@ BRIDGE_RULES: Rules = (
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: _async_save_lacks_strategy(cfg.checkpoint),
+        lambda cfg: async_save_lacks_strategy(cfg.checkpoint),
         "this Megatron-Bridge saves asynchronously only in the torch_dist format. Set it to False, "
         "or use a release from 0.6 on",
     ),
@@ -239,7 +203,7 @@ BRIDGE_RULES: Rules = (
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: _async_save_at_address(cfg.checkpoint),
+        lambda cfg: async_save_at_address(cfg.checkpoint),
         "storage at an address cannot rename a folder, which asynchronous saves need. Set it to "
         "False, or save to a folder",
     ),
@@ -271,21 +235,6 @@ OVERLAP_RULES: Rules = tuple(
     rule for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES) if rule.option in _OF_OVERLAP
 )
 """Options that Megatron-Bridge copies from `comm_overlap` to other configs when training starts."""
-
-
-def folder_problems(option: str, folder: str | None) -> list[str]:
-    """A problem if a checkpoint to load is in another format, which Megatron would detect only
-    after minutes of startup. No folder, or one without a checkpoint, is valid."""
-    if not folder:
-        return []
-    # Only the formats torch_dist and zarr write this file.
-    found = sorted(Path(folder).glob("iter_*/metadata.json"))
-    if not found:
-        return []
-    return [
-        f"{option}={folder!r}: {found[-1].parent.name} is a checkpoint of Megatron's own formats, "
-        f"with a metadata.json, and not {CKPT_FORMAT!r}. Convert it, or start without it"
-    ]
 
 
 def connections_problems(environment: Mapping[str, str]) -> list[str]:
@@ -333,8 +282,7 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
         connections_problems(environment),
         problems(options, LAUNCH_RULES),
         problems(options, (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)),
-        folder_problems("load", getattr(args, "load", None)),
-        folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
+        load_problems(args),
     )
 
 
@@ -351,10 +299,10 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
     overlap = getattr(cfg, "comm_overlap", None)
     if overlap is not None:
         groups.append(_below("comm_overlap", overlap, OVERLAP_RULES))
-    groups.append(folder_problems("checkpoint.load", cfg.checkpoint.load))
+    groups.append(newest_problems("checkpoint.load", cfg.checkpoint.load))
     if not _has_adapters(cfg):  # with adapters, base weights may be in either format
         folder = getattr(cfg.checkpoint, "pretrained_checkpoint", None)
-        groups.append(folder_problems("checkpoint.pretrained_checkpoint", folder))
+        groups.append(newest_problems("checkpoint.pretrained_checkpoint", folder))
     return _unique(*groups)
 
 

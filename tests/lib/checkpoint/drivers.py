@@ -57,6 +57,7 @@ def driver() -> Iterator[ModuleType]:
         "_load_base_checkpoint": _load_base_checkpoint,
         "get_load_checkpoint_path_by_args": lambda args: args.load,
         "get_rng_state": lambda *args, **kwargs: {},
+        "cleanup_old_non_persistent_checkpoint": lambda *args: None,
     }
     with stand_ins({LM: names}, DRIVERS) as made:
         yield made[LM]

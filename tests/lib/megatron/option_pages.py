@@ -1,5 +1,5 @@
-"""Tables of docs/flags.md, docs/refused*.md, docs/resume.md and docs/matrix.md, made of the code's:
-`python -m tests.lib.megatron.option_pages` writes them between their marks."""
+"""Tables of docs/flags.md, checkpoint_flags.md, refused*.md, resume.md and matrix.md, made of the
+tables of the code: `python -m tests.lib.megatron.option_pages` writes them between their marks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron_fsdp_adapter.megatron.optimizer import group_options
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
@@ -95,6 +96,17 @@ def refused(*kinds: str) -> str:
     return _table(("option", "config or program", "refused with", "reason, and remedy"), rows)
 
 
+def checkpoint_flags() -> str:
+    """A row for each flag of checkpoints."""
+    rows = []
+    for one in CHECKPOINT_FLAGS:
+        told = [one.effect] if one.effect else []
+        for rule in one.rules:
+            told.append(f"refused: {rule.message}" if one.effect else rule.message)
+        rows.append((", ".join(f"`{flag}`" for flag in one.flags), one.state, "; ".join(told)))
+    return _table(("flag", "state", "effect, or reason and remedy"), rows)
+
+
 def dimensions() -> str:
     """A row for each dimension of the matrix."""
     rows = []
@@ -160,6 +172,7 @@ def refused_programs() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "checkpoint_flags.md": {"flags": checkpoint_flags},
     "flags.md": {"options": options, "settings": settings},
     "matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
     "refused.md": {"refused": refused_configs},
