@@ -49,6 +49,7 @@ def megatron() -> Iterator[ModuleType]:
         "read_metadata": lambda path: (int(Path(path).read_text()), False),
         "_get_non_persistent_iteration": lambda root, args: _number(root),
         "get_load_checkpoint_path_by_args": _path,
+        "get_rng_state": lambda *args, **kwargs: {},
         "preprocess_fsdp_dtensor_state_dict": lambda *args: None,
         "cleanup_old_non_persistent_checkpoint": lambda *args: "Megatron's",
         "_load_base_checkpoint": _load_base_checkpoint,

@@ -90,7 +90,7 @@ CHECKPOINT_FLAGS: tuple[CheckpointFlag, ...] = (
     _works("--no-save-rng", "a resume then needs `--no-load-rng` or `--finetune`"),
     _works("--load", "the newest checkpoint of a folder; of a `release` folder the weights"),
     _works("--ckpt-step", "loads this iteration, which the tracker need not name"),
-    _works("--no-load-optim", "the optimizer starts anew; its state need not be stored"),
+    _works("--no-load-optim", "the optimizer starts without state, which need not be stored"),
     _works("--no-load-rng", "generators keep the run's seeds"),
     _works("--finetune", "loads weights alone; iterations start at 0"),
     _works(
@@ -185,7 +185,7 @@ CHECKPOINT_FLAGS: tuple[CheckpointFlag, ...] = (
     ),
     _works(
         "--dist-ckpt-strictness",
-        "[state that only one side has](checkpoint.md#what-only-one-side-has)",
+        "[below](#what-only-one-side-has)",
         Rule(
             "dist_ckpt_strictness",
             _among("dist_ckpt_strictness", "return_unexpected", "return_all"),
