@@ -17,6 +17,22 @@ LEGACY = "mp_rank_*"
 NON_PERSISTENT = "non_persistent"
 """Megatron-LM's folder of non-persistent checkpoints."""
 
+LOAD_ARGUMENTS = frozenset(
+    (
+        "load",
+        "pretrained_checkpoint",
+        "ckpt_step",
+        "non_persistent_global_ckpt_dir",
+        "finetune",
+        "no_load_optim",
+        "no_load_rng",
+        "no_save_optim",
+        "no_save_rng",
+        "skip_train",
+    )
+)
+"""Arguments of Megatron-LM that `load_problems` reads."""
+
 
 def _named(root: Path) -> str:
     """The tracker's text; empty without one."""

@@ -19,7 +19,7 @@ from .checkpoint_flags import (
     async_save_lacks_strategy,
 )
 from .cuda_graphs import GRAPH_RULES
-from .load_folders import load_problems, newest_problems
+from .load_folders import LOAD_ARGUMENTS, load_problems, newest_problems
 from .rules import Joined, Rule, Rules, is_on, off, problems, unset
 from .settings import CKPT_FORMAT
 from .support import (
@@ -271,7 +271,7 @@ def known_arguments() -> set[str]:
     rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
     names = {rule.option for rule in rules}
     names.update(PLAIN_OPTIONS, ARGUMENT_OF, ARGUMENT_OF.values(), DTYPE_OPTIONS, MUON_CHOICES)
-    return names | {"load", "pretrained_checkpoint"}
+    return names | LOAD_ARGUMENTS
 
 
 def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:

@@ -53,7 +53,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VALUES = (
     True, False, "unknown", 2, 1, -1, 0, 32, 0.5, 10, "optim", "no_shard", ["router"], ["moe"],
     "full", "delayed", "local", "muon", "lion", "sgd", "full_iteration",
-    "msc://bucket", 0.1, "auto",
+    "msc://bucket", 0.1, "auto", "return_all",
 )  # fmt: skip
 """What options are tried with, the first that breaks a rule being taken."""
 
