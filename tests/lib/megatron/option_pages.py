@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron_fsdp_adapter.megatron.optimizer import group_options
+from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
 from megatron_fsdp_adapter.megatron.options.support import (
