@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,17 @@ def nccl_groups() -> list[tuple[Any, Any]]:
             if backend.name() == "nccl":
                 groups.append((group, backend))
     return groups
+
+
+def is_destroying(thread_id: int) -> bool:
+    """True if a thread destroys the default process group. That may never end while collectives do
+    not, nor would an abort beside it."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if frame.f_code.co_name == c10d.destroy_process_group.__name__:
+            return frame.f_locals.get("group") in (None, c10d.GroupMember.WORLD)
+        frame = frame.f_back
+    return False
 
 
 def abort(groups: Sequence[tuple[Any, Any]]) -> None:

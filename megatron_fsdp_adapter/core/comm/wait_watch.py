@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from . import waits
-from .abort import abort, keep_groups, nccl_groups
+from .abort import abort, is_destroying, keep_groups, nccl_groups
 from .communicator import CommunicationError
 from .launched import LaunchLog
 from .place import place_of
@@ -218,8 +218,8 @@ class WaitWatch:
     def _run(self) -> None:
         pause = POLL_S
         while not self._over.wait(pause):
-            if not self.is_current:
-                self._end("it has destroyed its process group")
+            if not self.is_current or is_destroying(self._thread_id):
+                self._end("it destroys its process group")
                 self._engines.clear()
                 self._finalizer.cancel()
                 return
@@ -378,7 +378,8 @@ class WaitWatch:
         if groups:
             # Before an abort shows on other ranks, these have read the error.
             self._over.wait(2 * POLL_S)
-            abort(groups)
+            if not is_destroying(self._thread_id):
+                abort(groups)
 
     def _exit(self) -> None:
         """The process ends."""

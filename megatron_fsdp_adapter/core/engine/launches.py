@@ -105,12 +105,16 @@ class LaunchComparison:
             CommunicationError: ranks wait for each other.
         """
         self.raise_failed()
+        is_compared = bool(self._communicators) and not self._runtime.is_capturing()
+        if is_compared:
+            # The host may wait here, for ever if ranks differ. The log still has the step that is
+            # compared, as the step before.
+            self._raise_found()
         started = _Comparison(self.log.launched, numbers)
         self.log.end_step()
         self._last = started
-        if not self._communicators or self._runtime.is_capturing():
+        if not is_compared:
             return
-        self._raise_found()
         self._started = started
         stages = [partial(self._compare, started, i) for i in range(len(self._communicators))]
         self._runtime.submit(REDUCE, *stages, partial(self._fetch, started))
@@ -169,12 +173,20 @@ class LaunchComparison:
         for communicator, row in zip(self._communicators, rows, strict=False):
             # The largest is not the smallest. All ranks of a row see that, so all come here.
             if row[0] != ~row[1]:
-                every = communicator.all_objects((found, started.launched))
+                every = self._exchanged(communicator, (found, started.launched))
                 texts = [text for text, _ in every.values() if text is not None]
                 launched = {rank: one for rank, (_, one) in every.items()}
                 found = texts[0] if texts else _difference(launched)
         if found is not None:
             raise RuntimeError(found)
+
+    def _exchanged(self, communicator: Communicator, value: Any) -> dict[int, Any]:
+        """Every rank's `value`. If the exchange was aborted, raises the error of that."""
+        try:
+            return communicator.all_objects(value)
+        except RuntimeError:
+            self.raise_failed()
+            raise
 
 
 def _difference(every: Mapping[int, Launched]) -> str:
