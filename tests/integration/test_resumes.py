@@ -83,7 +83,6 @@ QK_DECAY = f"{QK} --apply-wd-to-qk-layernorm"
 GROWING = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
 WARM = "--lr-warmup-iters 4"
-SGD = "--optimizer sgd --lr 1e-2 --min-lr 1e-3"
 TOLD = "optimizer state: "
 
 RESUMES = (
@@ -125,9 +124,7 @@ RESUMES = (
     Resume("--adam-beta2 0.9", words=(f"{TOLD}betas=(0.9, 0.999) of the checkpoint, not",)),
     Resume(f"--adam-beta1 0.8 {OVERRIDE}", words=(f"{TOLD}betas=(0.9, 0.999) of the checkpoint",)),
     Resume("--adam-eps 1e-4", words=(f"{TOLD}eps=1e-08 of the checkpoint, not 0.0001",)),
-    Resume("--sgd-momentum 0.5", EQUAL, (f"{TOLD}momentum=0.9 of the checkpoint, not 0.5",), SGD),
     Resume("--optimizer sgd", STOP, ("momentum_buffer",)),
-    Resume("--optimizer adam", STOP, ("exp_avg",), SGD),
     # Without the optimizer's state.
     Resume("--no-load-optim"),
     Resume(f"--no-load-optim {FASTER}"),
