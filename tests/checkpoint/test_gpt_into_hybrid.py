@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -29,7 +30,9 @@ INTEROP = "megatron.core.dist_checkpointing.gpt_checkpoint_interop"
 HAS_INTEROP = importlib.util.find_spec(INTEROP) is not None
 pytestmark = pytest.mark.skipif(not HAS_INTEROP, reason="this megatron-core does not do it")
 
-CASE = gpt.Case(hidden=12, heads=2, ffn=20, vocab=23, swiglu=True, bias=False, microbatches=1)
+CASE = gpt.Case(
+    hidden=12, heads=2, ffn=20, vocab=23, swiglu=True, bias=False, microbatches=1, bf16=True
+)
 PATTERN = "*-*-"
 
 driver = drivers.driver
@@ -51,14 +54,15 @@ def hybrid_model(case: gpt.Case, device: torch.device) -> nn.Module:
     config = gpt.model_config(case)
     config.num_layers = len(PATTERN)
     with mock.patch.object(hybrid_block, "TENorm", TorchNorm):
-        return HybridModel(
+        model = HybridModel(
             config,
             stack_of(lambda _: gpt.get_gpt_layer_local_spec()),
             vocab_size=case.vocab,
             max_sequence_length=case.seq,
             hybrid_layer_pattern=PATTERN,
             position_embedding_type=case.positions,
-        ).to(device)
+        )
+    return Float16Module(config, model.to(device))
 
 
 def in_gpt(name: str) -> str:
@@ -85,14 +89,20 @@ def test_all_of_a_gpt_is_loaded(
     strategy: str,
 ) -> None:
     source = gpt.build_trainer(CASE, "optim_grads_params", device)
-    data = gpt.batches(CASE, 0, 0, device)
-    gpt.train_step(source, data)
+    gpt.train_step(source, gpt.batches(CASE, 0, 0, device))
     for group in source.optimizer.param_groups:
         group["lr"] = 0.25
     dcp.save(training_state([source.wrapper], source.optimizer), checkpoint_id=tmp_path / "gpt")
 
     other = gpt.make_trainer(hybrid_model(CASE, device), CASE, strategy)
-    state = load_as_hybrid(driver, tmp_path / "gpt", other)
+    data = gpt.batches(CASE, 1, 0, device)
+    gpt.run_passes(other, data, forward_only=True)  # compute weights are gathered
+    inner = other.wrapper.module
+    with mock.patch.object(inner, "load_state_dict", wraps=inner.load_state_dict) as loads:
+        state = load_as_hybrid(driver, tmp_path / "gpt", other)
+    loads.assert_called_once()  # it sets scales
+    evaluated = [gpt.run_passes(each, data, forward_only=True) for each in (source, other)]
+    assert evaluated[0] == evaluated[1]
     other.optimizer.load_state_dict(state["optimizer"])
 
     weights = gpt.full_weights(source)
@@ -106,7 +116,7 @@ def test_all_of_a_gpt_is_loaded(
     assert all(torch.equal(value, moments[in_gpt(name)]) for name, value in of_other.items())
     for each in (source, other):  # counts and compute weights, too: the next step is the same
         gpt.set_rates(each.optimizer, CASE)
-    losses = [gpt.train_step(each, gpt.batches(CASE, 1, 0, device)) for each in (source, other)]
+    losses = [gpt.train_step(each, data) for each in (source, other)]
     assert losses[0] == losses[1]
     after = gpt.full_weights(source)
     for name, value in gpt.full_weights(other).items():

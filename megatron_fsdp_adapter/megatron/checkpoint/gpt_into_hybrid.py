@@ -31,7 +31,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     that is loaded into a hybrid model, the state asks for the names of the checkpoint."""
     call = inspect.signature(original).bind(*args, **kwargs)
     maps = call.arguments.get(_MAPS)
-    wanted = call.arguments.get("sharded_state_dict")
+    wanted: Any = call.arguments.get("sharded_state_dict")
     models = () if maps is None or wanted is None else wanted.get("_model", ())
     if not any(isinstance(model, ShardedStateDict) for model in models):
         return load_of_megatron_lm(original, *args, **kwargs)
@@ -79,7 +79,7 @@ def as_own(read: StateMapping, wanted: StateMapping, maps: Any) -> StateDict:
 
 def _load_models(models: Sequence[Any], state: StateMapping) -> None:
     """Loads a state that was read into the model chunks. Megatron takes them for loaded, as their
-    tensors were read in place; but compute weights have to follow, and so do scales."""
+    tensors were read in place; FP8 scales are set by this call alone."""
     for number, model in enumerate(models):
         key = MODEL if len(models) == 1 else f"{MODEL}{number}"
         if key in state:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 
@@ -79,6 +80,35 @@ def test_every_module_of_the_specs_is_converted_or_refused() -> None:
     assert {row: problems for row, problems in found["trips"].items() if problems} == {}
     missing = set(found["specs"]) - set(found["built"]) - NOT_BUILT.keys()
     assert missing == set()
+
+
+NAMES = (
+    ("module.mtp.layers.0.mtp_model_layer.mlp.x", "module.mtp.layers.0.transformer_layer.mlp.x"),
+    ("module.decoder.layers.0.mixer.conv1d_bias", "module.decoder.layers.0.mixer.conv1d.bias"),
+)
+"""Newer and older."""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("names", [NAMES, [pair[::-1] for pair in NAMES]], ids=["older", "newer"])
+def test_a_checkpoint_of_another_release_is_loaded(
+    tmp_path: Path, names: list[tuple[str, str]]
+) -> None:
+    """Core renamed modules. What was not renamed in a hybrid model keeps its name."""
+    same = "module.mtp.layers.0.mtp_model_layer.layers.1.mlp.x"
+
+    def state(which: int, value: float) -> dict[str, Any]:
+        of_model = [*(pair[which] for pair in names), same]
+        found = {name: torch.full((2,), value) for name in of_model}
+        options = {name: {"lr": value} for name in of_model}
+        return {"model": found, "optimizer": {"param_to_group_meta": options}}
+
+    save_checkpoint(str(tmp_path), 1, state(1, value=5.0))
+    _, read = load_checkpoint(str(tmp_path), state(0, value=0.0))
+    wanted = state(0, value=5.0)
+    assert read["optimizer"] == wanted["optimizer"]
+    assert read["model"].keys() == wanted["model"].keys()
+    assert all(bool((value == 5.0).all()) for value in read["model"].values())
 
 
 # Checkpoints with modules that are not known.
