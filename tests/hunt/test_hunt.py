@@ -68,7 +68,7 @@ def test_a_fault_is_found_and_its_program_is_small(
     ],
 )
 def test_what_becomes_of_a_program(text: str, outcome: str, detail: str) -> None:
-    hunter = Hunt(timeout=8.0)
+    hunter = Hunt(quiet=4.0)
     try:
         found = hunter.judged(program_of(text))
     finally:

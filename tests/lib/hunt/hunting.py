@@ -16,7 +16,8 @@ from tests.lib.hunt.programs import Program, Statement, generated, listing
 from tests.lib.hunt.shrinking import MOST_TRIALS, shrunk
 from tests.lib.hunt.verdict import Verdict
 
-TIMEOUT_S = 30.0
+QUIET_S = 10.0
+"""Ranks that compute nothing for so long hang."""
 ENOUGH = 2
 FEW_TRIALS = 40
 """For failures that take seconds each, as a rank waits."""
@@ -25,18 +26,19 @@ TORCH = ("unsharded", "torch")
 
 
 class Hunt:
-    """Programs on one pair of ranks. fault: of `FAULTS`; timeout: seconds a program may take;
+    """Programs on one pair of ranks. fault: of `FAULTS`; quiet: seconds without
+    computing after which a program hangs;
     without: kinds of statements that no program has."""
 
     def __init__(
         self,
         fault: str | None = None,
-        timeout: float = TIMEOUT_S,
+        quiet: float = QUIET_S,
         without: Collection[str] = (),
     ) -> None:
         self.without = without
         self.pair = Pair(fault)
-        self.timeout = timeout
+        self.quiet = quiet
         # How often an error has been found: its program is shrunk a few times alone.
         self.seen: Counter[str] = Counter()
 
@@ -46,7 +48,7 @@ class Hunt:
 
     def judged(self, program: Program, sides: tuple[str, str] = OURS) -> Verdict:
         """The verdict on a program."""
-        return verdict.verdict_of(self.pair.run(program.text, sides, self.timeout))
+        return verdict.verdict_of(self.pair.run(program.text, sides, self.quiet))
 
     def judged_anew(self, program: Program) -> Verdict:
         """The verdict of a pair that has run nothing else."""

@@ -16,11 +16,13 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,7 +32,12 @@ from tests.lib.ranks.ranks import end_with_parent
 
 WORLD = 2
 GRACE_S = 3.0
-"""How long a rank may take to fail after the other one."""
+"""How long a rank may compute nothing before it fails too, once the other one has failed."""
+LEAST_S = 0.05
+"""A rank that has a processor for less is not computing: it waits."""
+LOOK_S = 0.25
+MOST_S = 120.0
+"""Of a processor, for one program of two ranks."""
 STACK_S = 0.5
 """How long it takes to write stacks."""
 GROUP_S = 300.0
@@ -73,7 +80,6 @@ class Ran:
     exits: exit codes of ranks that died; stacks: of ranks that were still running."""
 
     reports: list[Report | None]
-    seconds: float
     exits: dict[int, int] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
 
@@ -178,17 +184,16 @@ class Pair:
             self.folder.cleanup()
         self.folder = None
 
-    def run(self, text: str, sides: tuple[str, str], timeout: float) -> Ran:
-        """Runs a program on both ranks."""
+    def run(self, text: str, sides: tuple[str, str], quiet: float) -> Ran:
+        """Runs a program on both ranks, until they have computed nothing for `quiet` seconds: how
+        long a program takes depends on what else the machine does."""
         if self.folder is None or self.count >= MOST_PROGRAMS:
             self.end()
             self.start()
         self.count += 1
-        began = time.monotonic()
         for pipe in self.pipes:
             pipe.send((sides, text))
-        ran = self._collected(began + timeout)
-        ran.seconds = time.monotonic() - began
+        ran = self._collected(quiet)
         errors = [report.error if report else None for report in ran.reports]
         lines = {error.line if error else 0 for error in errors}
         if None in ran.reports or len(lines) > 1:
@@ -196,25 +201,47 @@ class Pair:
             self.end()
         return ran
 
-    def _collected(self, deadline: float) -> Ran:
-        """Reports until `deadline`, or until a while after the first failure."""
-        ran = Ran([None] * WORLD, 0.0)
+    def _collected(self, quiet: float) -> Ran:
+        """Reports of ranks, until those that are to come compute nothing for `quiet` seconds, or
+        for `GRACE_S` after a failure, or have computed for `MOST_S`."""
+        ran = Ran([None] * WORLD)
         waiting = dict(enumerate(self.pipes))
-        while waiting and time.monotonic() < deadline:
-            ready = connection.wait(waiting.values(), max(deadline - time.monotonic(), 0.0))
-            for rank, pipe in list(waiting.items()):
-                if pipe not in ready:
-                    continue
+        began = self._computed(waiting)
+        # The time they had computed when they last were seen to compute, and when that was.
+        last, seen = began, time.monotonic()
+        while waiting and time.monotonic() - seen < quiet:
+            for pipe in connection.wait(waiting.values(), LOOK_S):
+                rank = self.pipes.index(pipe)
                 del waiting[rank]
-                try:
-                    ran.reports[rank] = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    self.processes[rank].join()
-                    ran.exits[rank] = self.processes[rank].exitcode
+                ran.reports[rank] = self._report(rank, ran)
                 report = ran.reports[rank]
                 if report is None or report.error is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    quiet = min(quiet, GRACE_S)
+                last = self._computed(waiting)
+            now = self._computed(waiting)
+            if now - last >= LEAST_S:
+                last, seen = now, time.monotonic()
+            if now - began > MOST_S:
+                break
         return ran
+
+    def _report(self, rank: int, ran: Ran) -> Report | None:
+        """The report that a rank sends; None if it has died."""
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join()
+            ran.exits[rank] = self.processes[rank].exitcode
+            return None
+
+    def _computed(self, ranks: Iterable[int]) -> float:
+        """Seconds of a processor that the ranks have had."""
+        total = 0.0
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(self.processes[rank].pid).cpu_times()
+                total += times.user + times.system
+        return total
 
     def _look_at_failed(self, ran: Ran) -> None:
         """Adds stacks of ranks that still run or have crashed."""
