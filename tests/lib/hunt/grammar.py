@@ -236,7 +236,7 @@ ROWS = (
     Row("copy weights", AFTER, 0.7,
         "with torch.no_grad():\n"
         "    for p in model.parameters():\n"
-        "        p.copy_(p.sign() * 0.1)"),
+        "        p.copy_(p * 0.5 + 0.01)"),
     Row("moving average", AFTER, 0.7,
         "for old, p in zip(average, model.parameters()):\n"
         "    old.lerp_(full(p), 0.5)\n"

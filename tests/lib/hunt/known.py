@@ -41,6 +41,8 @@ KNOWN = (
           "beside gradients of an earlier backward, those of one that raised are added"),
     Known(r"wrong: .*\baccumulate hook\b.*\b(last backward|microbatches|no sync)\b.*",
           "hooks run once a step, on reduced gradients; the reference runs them in each backward"),
+    Known(r"wrong: counting, save and load",
+          "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
     Known(r"error: RuntimeError: \w+: its parameters are from before the model was sharded.*",
           PENDING),
     Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
