@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_fsdp_adapter.checkpoint.folders import TRACKER, write_atomically
+from megatron_fsdp_adapter.checkpoint.atomic import write_atomically
+from megatron_fsdp_adapter.checkpoint.folders import TRACKER
 from tests.lib.gpt import gpt
 from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.ranks.launch import run_ranks
