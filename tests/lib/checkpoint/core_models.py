@@ -274,7 +274,8 @@ MODELS: Mapping[str, CoreModel] = {
     "local, decayed norms of queries and keys": _row(
         LOCAL, QK, optimizer={"apply_wd_to_qk_layernorm": True}
     ),
-    "local, decoupled rates": _row(LOCAL, optimizer=RATES),
+    # Stock of 0.16 does not tell groups apart by their rates when it loads them.
+    "local, decoupled rates": _row(LOCAL, optimizer=RATES, hybrid_model=True),
     "local, output gate": _row(LOCAL, {"attention_output_gate": True}),
     "local, softmax offset": _row(LOCAL, {"softmax_type": "learnable"}),
     "local, MTP": _row(LOCAL, {"mtp_num_layers": 2}),

@@ -35,6 +35,8 @@ FAMILIES = ("gpt", "hybrid", "mamba", "T5", "bert")
 
 def spec_modules() -> Iterator[ModuleType]:
     """The modules of core's model families that define specs."""
+    from tests.lib.checkpoint.te_stand_in import with_triton
+
     for family in FAMILIES:
         name = f"megatron.core.models.{family}"
         if importlib.util.find_spec(name) is None:
@@ -42,7 +44,9 @@ def spec_modules() -> Iterator[ModuleType]:
         package = importlib.import_module(name)
         for found in pkgutil.walk_packages(package.__path__, f"{name}."):
             if "spec" in found.name.rpartition(".")[2]:
-                yield importlib.import_module(found.name)
+                with with_triton():
+                    module = importlib.import_module(found.name)
+                yield module
 
 
 def specs() -> Iterator[tuple[str, Any]]:
