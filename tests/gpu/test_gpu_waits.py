@@ -25,6 +25,8 @@ first."""
 @pytest.mark.parametrize("name", WAYS)
 def test_ranks_that_differ_raise_one_error_within_seconds(name: str) -> None:
     outcomes = settle_ranks(error_of, WORLD, name, "cuda", timeout=150.0, backend="nccl", grace=60)
+    for rank, (_, told) in enumerate(outcomes):
+        print(f"{name}: rank {rank}: {told}", file=sys.stderr)
     if name in MATCHED and not outcomes[0][0]:
         assert all("launched different collectives" in str(told) for _, told in outcomes), outcomes
         return
