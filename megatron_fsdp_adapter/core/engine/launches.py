@@ -11,6 +11,7 @@ the slowest rank, in every unit.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,9 @@ REDUCED = "gradients of {} reduced"
 GATHERED_OUTER = "weights of {} gathered (outer axis)"
 REDUCED_OUTER = "gradients of {} reduced (outer axis)"
 AGREED = "scales of weights from {} on agreed"
+
+CAUSE_S = 10.0
+"""After an exchange has failed, this rank's watch has so much time to say why."""
 
 
 @dataclass
@@ -184,7 +188,10 @@ class LaunchComparison:
         """Every rank's `value`. If the exchange was aborted, raises the error of that."""
         try:
             return communicator.all_objects(value)
-        except RuntimeError:
+        except Exception:  # an abort leaves bytes that cannot be read
+            until = time.monotonic() + CAUSE_S
+            while not self.log.failed and time.monotonic() < until:
+                time.sleep(0.1)
             self.raise_failed()
             raise
 
