@@ -21,6 +21,7 @@ from megatron_fsdp_adapter.megatron.options.checkpoint_flags import (
     REFUSED,
     WORKS,
 )
+from tests.lib.integration.lm_flags import flags_of
 from tests.lib.integration.lm_runs import Run, train
 
 CHECKS = (
@@ -173,11 +174,7 @@ Trained = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def flags_of_parser(megatron_lm: Path) -> set[str]:
-    """Words of the sources that say a release has a flag."""
-    folder = megatron_lm / "megatron" / "training"
-    sources = [folder / "arguments.py", *(folder / "config").glob("*.py")]
-    text = "".join(path.read_text() for path in sources)
-    return {f"--{name.replace('_', '-')}" for name in re.findall(r"[a-z0-9_-]{3,}", text)}
+    return set(flags_of(megatron_lm))
 
 
 @pytest.fixture(scope="module")
@@ -232,10 +229,9 @@ def test_flags_without_effect_change_nothing(
 ) -> None:
     flags = []
     for flag in _flags(NO_EFFECT):
-        bare = f"--{re.sub('^--no-', '', flag).removeprefix('--')}"
         if SECOND_NAMES.search(flag) or flag in ELSEWHERE:
             continue
-        if flag in flags_of_parser or bare in flags_of_parser:
+        if flag in flags_of_parser:
             flags += [flag, *VALUES.get(flag, "").format(root=tmp_path).split()]
     assert len(flags) > 20
     more = " ".join(flags)

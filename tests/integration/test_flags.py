@@ -3,15 +3,13 @@ about checkpoints has every one of them."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
+from tests.lib.integration.lm_flags import flags_of
 from tests.lib.integration.lm_runs import ROOT
 
 CHECKS = (
@@ -38,30 +36,11 @@ ELSEWHERE = re.compile(
 )
 """Inference, reinforcement learning, and second names of flags."""
 
-_PRINT = """
-import argparse, sys
-sys.path.insert(0, sys.argv[1])
-from megatron.training.arguments import add_megatron_arguments
-parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-for group in parser._action_groups:
-    for action in group._group_actions:
-        for flag in action.option_strings:
-            print(flag, group.title, sep="\\t")
-"""
-
 
 @pytest.fixture(scope="module")
 def parsed(megatron_lm: Path) -> dict[str, str]:
     """Every flag of the parser, and the group that it belongs to."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PRINT, str(megatron_lm)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(line.split("\t") for line in done.stdout.splitlines() if line.startswith("--"))
+    return flags_of(megatron_lm)
 
 
 def test_every_flag_of_checkpoints_is_in_the_table(parsed: dict[str, str]) -> None:
