@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -166,5 +167,5 @@ def test_the_folder_of_a_load_is_what_overrides_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, BRIDGE, module)
     call = {"load_dir": "x", "iteration": None, "release": False, "ckpt_cfg": None}
     given = {**call, "checkpoint_path_override": "y/step"}
-    assert checkpoint_drivers._of_bridge(given)[0] == "y/step"
-    assert checkpoint_drivers._of_bridge({**call, "iteration": 3})[0] == "x/3"
+    assert checkpoint_drivers._of_bridge(given).folder == Path("y/step")
+    assert checkpoint_drivers._of_bridge({**call, "iteration": 3}).folder == Path("x/3")
