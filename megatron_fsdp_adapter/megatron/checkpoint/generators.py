@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from ..compat.patches import Original
 
-_PLACE = re.compile(r"\((\d+), (\d+)(?:, (\d+))?\)")
+_PLACE = re.compile(r"\((\d+), (\d+)(?:, \d+)?\)")
 
 
 def of_each_rank(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -49,6 +49,13 @@ def _expert_ranks(call: inspect.BoundArguments) -> tuple[int, int]:
     return parallel_state.get_expert_model_parallel_world_size(), dp_rank
 
 
+def _shared(place: str) -> str:
+    """The place that data-parallel ranks share, of the place of one of them; `place` itself if it
+    has another form."""
+    match = _PLACE.fullmatch(place)
+    return f"({match[1]}, {match[2]})" if match else place
+
+
 def stored_place(place: str, is_stored: Callable[[str], bool]) -> str | None:
     """The place to read in a checkpoint for the states that are asked for at `place`; None if it
     has none.
@@ -56,31 +63,21 @@ def stored_place(place: str, is_stored: Callable[[str], bool]) -> str | None:
     A run with expert parallelism also reads the one list of a checkpoint that was saved without
     places for each rank. A run without reads the list of the first rank, as Megatron does.
     """
-    match = _PLACE.fullmatch(place)
-    if match is None:
-        return place if is_stored(place) else None
-    pp, tp, dp = match.groups()
-    shared = f"({pp}, {tp})"
-    others = f"({pp}, {tp}, 0)" if dp is None else shared
-    for candidate in (place, others):
+    shared = _shared(place)
+    candidates = [place]
+    if place != shared:
+        candidates.append(shared)
+    elif _PLACE.fullmatch(place):
+        candidates.append(f"{place[:-1]}, 0)")
+    for candidate in candidates:
         if is_stored(candidate):
             return candidate
     return None
 
 
-def is_of_one_rank(place: str) -> bool:
-    """True if a place is that of one data-parallel rank, False if data-parallel ranks share it."""
-    match = _PLACE.fullmatch(place)
-    return match is not None and match[3] is not None
-
-
 def at_shared_places(states: Mapping[str, Any]) -> Mapping[str, Any]:
     """The states of this rank at the places where Megatron looks for them after a load; `states`
     itself if they are there."""
-    if not any(is_of_one_rank(place) for place in states):
+    if all(place == _shared(place) for place in states):
         return states
-    result = {}
-    for place, found in states.items():
-        match = _PLACE.fullmatch(place)
-        result[f"({match[1]}, {match[2]})" if match else place] = found
-    return result
+    return {_shared(place): found for place, found in states.items()}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
-from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.checkpoints import loaded, saved, stock_state
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.ranks.launch import run_ranks
 
@@ -31,25 +31,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 """Of a loss, relative: ranks are added up in another order, and weights rounded, once a step."""
 
 
-def _stock_state(trainer: Any, is_loading: bool) -> dict[str, Any]:
-    """What Megatron-LM saves with `--dist-ckpt-optim-fully-reshardable`."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state = {"model": unwrap_model(trainer.wrapper).sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=metadata
-    )
-    return state
-
-
 def _save_stock(trainer: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
@@ -60,7 +41,7 @@ def _save_stock(trainer: Any, folder: Path) -> None:
     dist.barrier()
     case = trainer.case
     args = Namespace(transformer_impl="local", swiglu=case.swiglu, bf16=case.bf16)
-    state = {**_stock_state(trainer, is_loading=False), "iteration": STEPS, "args": args}
+    state = {**stock_state(trainer, is_loading=False), "iteration": STEPS, "args": args}
     dist_checkpointing.save(state, str(folder))
     dist.barrier()
 
@@ -69,7 +50,7 @@ def _load_stock(trainer: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    state = dist_checkpointing.load(_stock_state(trainer, is_loading=True), str(folder))
+    state = dist_checkpointing.load(stock_state(trainer, is_loading=True), str(folder))
     assert state["iteration"] == STEPS
     unwrap_model(trainer.wrapper).load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])

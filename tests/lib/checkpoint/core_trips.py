@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 
@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import differences, load_all
 from tests.lib.checkpoint.core_models import CoreModel
 from tests.lib.gpt import gpt
-from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.checkpoints import loaded, saved, stock_state
 
 STEPS = 2
 FOLDER = f"iter_{STEPS:07d}"
@@ -45,35 +45,20 @@ def step(trainer: gpt.Trainer) -> None:
     trainer.optimizer.step()
 
 
-def _stock_state(trainer: gpt.Trainer, is_loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state = {"model": unwrap_model(trainer.wrapper).sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=metadata
-    )
-    return state
-
-
 def save_stock(trainer: gpt.Trainer, root: Path, args: Any) -> None:
     """A checkpoint as `--dist-ckpt-optim-fully-reshardable` writes it."""
     trainer.wrapper.start_param_sync(force_sync=True)
     folder = root / FOLDER
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-    state = {**_stock_state(trainer, is_loading=False), "iteration": STEPS, "args": args}
+    state = {**stock_state(trainer, is_loading=False), "iteration": STEPS, "args": args}
     dist_checkpointing.save(state, str(folder))
 
 
 def load_stock(trainer: gpt.Trainer, root: Path) -> None:
     """Loads as Megatron does by default: missing keys are an error, unexpected ones are not."""
     state = dist_checkpointing.load(
-        _stock_state(trainer, is_loading=True),
+        stock_state(trainer, is_loading=True),
         str(root / FOLDER),
         strict=StrictHandling.ASSUME_OK_UNEXPECTED,
     )
