@@ -19,7 +19,9 @@ from pathlib import Path
 
 from tests.lib.hunt import verdict
 from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
+from tests.lib.hunt.grammar import ROWS
 from tests.lib.hunt.hunting import Hunt, hunt, new_findings, summary
+from tests.lib.hunt.known import KINDS_OF_KNOWN
 from tests.lib.hunt.programs import generated, listing, program_of
 
 
@@ -27,6 +29,15 @@ def seeds_of(text: str) -> range:
     """The seeds of "first:end"."""
     first, _, end = text.partition(":")
     return range(int(first), int(end))
+
+
+def kinds_of(text: str) -> list[str]:
+    """Kinds of statements, from a text with commas."""
+    kinds = text.split(",")
+    unknown = {*kinds} - {row.kind for row in ROWS}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)}: tests/lib/hunt/grammar.py has none")
+    return kinds
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -39,11 +50,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     programs.add_argument(
         "--without",
-        type=lambda text: text.split(","),
+        type=kinds_of,
         default=[],
         metavar="KINDS",
         help="kinds of statements to leave out, such as those of known findings, with commas",
     )
+    programs.add_argument("--skip-known", action="store_true", help="leave out all such kinds")
     cycles = commands.add_parser("cycles", help="life cycles of Megatron-LM's training")
     for one in (programs, cycles):
         one.add_argument("--seeds", type=seeds_of, required=True, metavar="FIRST:END")
@@ -54,6 +66,8 @@ def arguments() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="one program or life cycle, from a file")
     run.add_argument("file", type=Path)
     run.add_argument("--side", choices=("ours", "torch"), default="ours")
+    for one in (programs, run):
+        one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for one in (cycles, run):
         one.add_argument("--checkout", type=Path, required=one is cycles, help="of Megatron-LM")
     show = commands.add_parser("show", help="print the program of a seed")
@@ -66,7 +80,8 @@ def run_hunt(options: argparse.Namespace) -> int:
     end = time.monotonic() + 60 * options.minutes
     hunter: Hunt | CycleHunt
     if options.command == "programs":
-        hunter = Hunt(without=options.without)
+        without = {*options.without, *(KINDS_OF_KNOWN if options.skip_known else ())}
+        hunter = Hunt(without=without, device=options.device)
     else:
         hunter = CycleHunt(options.checkout.resolve())
     try:
@@ -86,7 +101,7 @@ def run_file(options: argparse.Namespace) -> int:
     if cycle.statements:
         hunter = CycleHunt(options.checkout.resolve())
     else:
-        hunter = Hunt()
+        hunter = Hunt(device=options.device)
     try:
         if isinstance(hunter, CycleHunt):
             found = hunter.judged(cycle)

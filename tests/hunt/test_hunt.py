@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hunt.__main__ import kinds_of
 from tests.lib.gpu import journal
 from tests.lib.hunt import known, verdict
 from tests.lib.hunt.hunting import Hunt, hunt, new_findings, seeds_left, summary
@@ -93,6 +95,12 @@ def test_a_seed_has_one_program_and_its_text_compiles() -> None:
     for seed in range(300):
         compile(generated(seed).text, f"seed {seed}", "exec")
     assert generated(5) == generated(5) != generated(6)
+
+
+def test_kinds_that_are_left_out_exist() -> None:
+    assert kinds_of(",".join(known.KINDS_OF_KNOWN)) == [*known.KINDS_OF_KNOWN]
+    with pytest.raises(argparse.ArgumentTypeError, match="no such kind"):
+        kinds_of("jvp,no such kind")
 
 
 def test_results_are_continued_and_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ ROWS = (
     Row("checkpointed model", FORWARD, 0.7,
         "checkpoint(model, x({seed}), use_reentrant=False).square().mean().backward()"),
     Row("autocast", FORWARD, 0.7,
-        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "with torch.autocast(device, torch.bfloat16):\n"
         f"    loss = {LOSS}\n"
         "loss.backward()"),
     Row("jvp", FORWARD, 0.25,

@@ -28,16 +28,17 @@ TORCH = ("unsharded", "torch")
 class Hunt:
     """Programs on one pair of ranks. fault: of `FAULTS`; quiet: seconds without
     computing after which a program hangs;
-    without: kinds of statements that no program has."""
+    without: kinds of statements that no program has; device: "cpu" or "cuda"."""
 
     def __init__(
         self,
         fault: str | None = None,
         quiet: float = QUIET_S,
         without: Collection[str] = (),
+        device: str = "cpu",
     ) -> None:
         self.without = without
-        self.pair = Pair(fault)
+        self.pair = Pair(fault, device)
         self.quiet = quiet
         # How often an error has been found: its program is shrunk a few times alone.
         self.seen: Counter[str] = Counter()

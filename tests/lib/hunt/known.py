@@ -56,6 +56,22 @@ KNOWN = (
 # fmt: on
 
 
+KINDS_OF_KNOWN = (
+    "saliency",
+    "evaluation with gradients",
+    "no backward",
+    "raises in forward",
+    "raises at the end",
+    "raises in backward",
+    "raises in backward and goes on",
+    "jvp",
+    "vmap",
+    "project gradients",
+    "penalty",
+)
+"""Kinds of statements that most of the known findings need."""
+
+
 def reason_for(signature: str) -> str | None:
     """The reason of a known finding; None if the signature is a new one."""
     for one in KNOWN:

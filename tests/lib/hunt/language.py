@@ -58,9 +58,10 @@ def full(value: Any) -> Any:
 
 
 def features(seed: int, rows: int = 4) -> torch.Tensor:
-    """Inputs of this rank."""
-    generator = torch.Generator().manual_seed(97 * seed + dist.get_rank())
-    return torch.randn(rows, models.INPUTS, generator=generator)
+    """Inputs of this rank: the same numbers on every kind of device."""
+    generator = torch.Generator("cpu").manual_seed(97 * seed + dist.get_rank())
+    inputs = torch.randn(rows, models.INPUTS, generator=generator, device="cpu")
+    return inputs.to(torch.get_default_device())
 
 
 def tensor_of(output: Any) -> torch.Tensor:
@@ -88,6 +89,7 @@ class Side:
             "MixedPrecisionPolicy": MixedPrecisionPolicy,
             "OurPolicy": package.MixedPrecisionPolicy,
             "rank": dist.get_rank(),
+            "device": torch.get_default_device().type,
             "x": features,
             "tensor_of": tensor_of,
             "caught": caught,

@@ -1,4 +1,4 @@
-"""Two ranks that run programs one after the other, on gloo.
+"""Two ranks that run programs one after the other: on the host with gloo, or on GPUs with NCCL.
 
 They live until they fail in different ways: then one may wait for the other. A program that fails
 on both at the same line leaves them alive, so a failure is to be confirmed by a new pair.
@@ -31,6 +31,7 @@ from tests.lib.hunt.language import SIDES, Shown
 from tests.lib.ranks.ranks import end_with_parent
 
 WORLD = 2
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 GRACE_S = 3.0
 """How long a rank may compute nothing before it fails too, once the other one has failed."""
 LEAST_S = 0.05
@@ -112,18 +113,30 @@ def _ran_on(sides: tuple[str, str], text: str) -> Report:
     return Report(differences=found, compared=len(shown[0]))
 
 
-def _serve(rank: int, folder: Path, pipe: Any, fault: str | None) -> None:
+def _prepare_device(rank: int, device: str) -> None:
+    """Makes models and inputs of programs on a device. Some fast attention has no second
+    derivative, and is left out."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.enable_flash_sdp(False)  # on the CPU too
+    if device == "cuda":
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device("cuda")
+
+
+def _serve(rank: int, folder: Path, pipe: Any, fault: str | None, device: str) -> None:
     """Runs the programs of the pipe until it is closed."""
     stacks = open(folder / f"stacks{rank}", "w")  # noqa: SIM115, open as long as the process
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     end_with_parent()
     gc.freeze()  # modules: a collection after each program need not look at them
-    torch.set_num_threads(1)
-    torch.backends.cuda.enable_flash_sdp(False)  # on the CPU too, and it has no second derivative
+    _prepare_device(rank, device)
     store = dist.FileStore(str(folder / "store"), WORLD)
     timeout = datetime.timedelta(seconds=GROUP_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+    backend = BACKENDS[device]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD, timeout=timeout)
     if fault is not None:
         faults.FAULTS[fault]()
     while True:
@@ -144,10 +157,12 @@ def _context() -> Any:
 
 
 class Pair:
-    """The two processes; started when a program comes. fault: of `FAULTS`, which both have."""
+    """The two processes; started when a program comes. fault: of `FAULTS`, which both have;
+    device: "cpu", or "cuda", where ranks share a GPU if there is one alone."""
 
-    def __init__(self, fault: str | None = None) -> None:
+    def __init__(self, fault: str | None = None, device: str = "cpu") -> None:
         self.fault = fault
+        self.device = device
         # None until a program comes, and after one that failed.
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         # Of the two ranks.
@@ -163,7 +178,7 @@ class Pair:
         self.count = 0
         for rank in range(WORLD):
             mine, theirs = fork.Pipe()
-            arguments = (rank, Path(self.folder.name), theirs, self.fault)
+            arguments = (rank, Path(self.folder.name), theirs, self.fault, self.device)
             process = fork.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
