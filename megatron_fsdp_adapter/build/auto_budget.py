@@ -5,6 +5,8 @@ what they have launched. The same message has the number of bytes that each rank
 later all ranks take the smallest. A rank on which an allocation has failed proposes half of what is
 in use. So there is no further collective, and no step in which the host waits for the device.
 
+It is an object that an engine has (`FsdpEngine.budget`), under Megatron and in plain loops.
+
 A unit that is kept this way changes no buffer. Its gathered weights are not resharded between two
 microbatches, and its bucket sums the microbatches; both go when the step ends. Rebuilding units
 with another strategy was rejected: optimizers and graphs hold the addresses of their shards.
@@ -13,7 +15,6 @@ with another strategy was rejected: optimizers and graphs hold the addresses of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,54 +56,64 @@ def failed_allocations(device: torch.device) -> int:
     return int(stats["num_alloc_retries"] + stats["num_ooms"])
 
 
-class AutoBudgetEngine(FsdpEngine):
-    """An engine that keeps units unsharded over a step as far as memory allows.
+class AutoBudget:
+    """Keeps units unsharded over a step as far as memory allows. An engine that has one calls
+    `numbers` when ranks compare a step, `choose` between two steps, and `pass_raised`.
 
     sharers: number of engines on this device, one for each model chunk. Each takes an equal part of
     the spare memory.
     """
 
-    def __init__(self, *args: Any, sharers: int = 1, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sharers = sharers
+    def __init__(self, sharers: int = 1) -> None:
+        self.sharers = sharers  # engines that share the device's memory
         # Bytes that this rank can spare.
         self.most = 0
         # Bytes that all ranks have agreed on, for the next step.
         self.agreed = 0
         # Bytes for which kept units were chosen, and bytes that these units take.
-        self.budget = 0
+        self.chosen_for = 0
         self.used = 0
-        # Steps that were compared.
+        # What units may keep.
+        self._keeping: Sequence[str] = KEEPING
+        # Steps that were compared, and whether the step that runs is one of them.
         self._steps = 0
+        self._is_counted = False
+        # Whether there were numbers to read in the comparison before.
+        self._has_numbers = False
         # `failed_allocations` at the last call of `_has_failed`.
         self._failures = 0
         # A pass with gradients has raised since the last step.
         self._has_raised = False
 
-    def compared_numbers(self) -> Sequence[int]:
+    def numbers(self, engine: FsdpEngine) -> Sequence[int]:
         """The bytes that this rank can spare, negated: the comparison gives the largest number of
-        all ranks, which is then the fewest bytes. 0 until memory is measured. Called once a
-        step."""
-        self._steps += 1
-        failed = self._has_failed()
-        if self._steps == MEASURED + 1:
-            self.most = spare_memory(self.runtime.device) // self.sharers
-        elif self._steps > MEASURED:
-            (fewest,) = self.launches.largest()  # of the step before, which the device has passed
+        all ranks, which is then the fewest bytes. 0 until memory is measured.
+
+        In a plain loop several backwards of one step may each be compared. Those count as one: no
+        optimizer has run between them."""
+        if not self._is_counted:
+            self._steps += 1
+        failed = self._has_failed(engine.runtime.device)
+        if self._has_numbers:
+            *_, fewest = engine.launches.largest()  # of the one before, which the device has passed
             self.agreed = 0 if self._has_raised else -fewest
             self._has_raised = False
-            if failed:
-                self.most = self.used // 2
+        if self._steps == MEASURED + 1 and not self._is_counted:
+            self.most = spare_memory(engine.runtime.device) // self.sharers
+        elif self._steps > MEASURED and failed:
+            self.most = self.used // 2
+        self._is_counted = True
+        self._has_numbers = True
         return [-self.most]
 
-    def _has_failed(self) -> bool:
+    def _has_failed(self, device: torch.device) -> bool:
         """True if an allocation has failed since the last call."""
         before = self._failures
-        self._failures = failed_allocations(self.runtime.device)
+        self._failures = failed_allocations(device)
         return self._failures > before
 
-    def recover(self) -> bool:
-        """Forgets a pass that raised; returns True if it was one with gradients.
+    def pass_raised(self, engine: FsdpEngine, with_gradients: bool) -> None:
+        """A pass was forgotten that has raised.
 
         - A pass with gradients raises on all ranks, or the other ranks wait for this one. Nothing
           is kept in the next step, nor in the one after it, for which the ranks agreed before the
@@ -112,27 +123,32 @@ class AutoBudgetEngine(FsdpEngine):
 
         A rank that has run out of memory proposes to keep nothing.
         """
-        with_gradients = super().recover()
         if with_gradients:
             self.agreed = 0
             self._has_raised = True
-        if self._has_failed():
+        if self._has_failed(engine.runtime.device):
             self.most = 0
-        return with_gradients
 
-    def zero_grads(self) -> None:
-        """Forgets all gradients. This is between two steps, so the kept units are chosen again here
-        if the agreed budget has changed."""
-        super().zero_grads()
-        if self.agreed != self.budget:
-            self._keep(self.agreed)
+    def choose(self, engine: FsdpEngine) -> None:
+        """Chooses the kept units again if the agreed budget has changed. A step begins now."""
+        self._is_counted = False
+        if self.agreed > self.chosen_for:
+            self._keep(engine, self.agreed, "that are spare")
+        elif self.agreed < self.chosen_for:
+            self._keep(engine, self.agreed, "after an allocation has failed")
 
-    def _keep(self, budget: int) -> None:
+    def forgo_grads(self, engine: FsdpEngine) -> None:
+        """Keeps weights alone from now on: the loop adds to gradients that were reduced."""
+        self._keeping = KEEPING[:1]
+        self._keep(engine, self.chosen_for, "in a loop that reduces in each backward")
+
+    def _keep(self, engine: FsdpEngine, budget: int, why: str) -> None:
         # Chooses the units that are kept unsharded within `budget` bytes; rank 0 prints them.
+        config = engine.config
         layouts = []
         forward_only = []
-        keeping: Sequence[str] = KEEPING
-        for unit in self.units:
+        keeping = self._keeping
+        for unit in engine.units:
             sharded = [group for group in unit.groups if not group.is_single_rank]
             layouts.append([group.layout for group in sharded])
             if not unit.backward_reads_weights:
@@ -140,22 +156,16 @@ class AutoBudgetEngine(FsdpEngine):
             for group in sharded:
                 if group.key.requires_grad and not group.can_keep_grads:
                     keeping = KEEPING[:1]  # weights alone
-        precision = policy_precision(self.config)
-        kept = unsharded_units(
-            layouts, self.config.strategy, precision, budget, forward_only, keeping
-        )
-        for unit, row in zip(self.units, kept.rows, strict=True):
+        precision = policy_precision(config)
+        kept = unsharded_units(layouts, config.strategy, precision, budget, forward_only, keeping)
+        for unit, row in zip(engine.units, kept.rows, strict=True):
             unit.keep(row)
         if dist.get_rank() == 0:
-            if budget > self.budget:
-                why = "that are spare"
-            else:
-                why = "after an allocation has failed"
             print(
                 f"{BUDGET_OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
                 f"gradients of {kept.grads} of {len(kept.rows)} units, for {kept.nbytes / GIB:.3f} "
                 f"of {budget / GIB:.3f} GiB {why}",
                 flush=True,
             )
-        self.budget = budget
+        self.chosen_for = budget
         self.used = kept.nbytes

@@ -25,6 +25,7 @@ from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.hooks import RootCall, RootName
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
+from ..core.engine.reduce import REDUCED_STATES
 from ..state.sharded_state_dict import register_state_dict_hooks
 from .optimizer_rows import watch_steps
 
@@ -92,10 +93,32 @@ class UserLoopEngine(FsdpEngine):
         that is recomputed in this backward reads unsharded ones."""
         if accumulates:
             self._follow_grads()
+            self._follow_budget()
             self.to_unsharded()
         super().start_backward(accumulates)
 
+    def _follow_budget(self) -> None:
+        """Has a budget choose the kept units again if a step begins with this backward, however the
+        user has cleared gradients.
+
+        A loop may also add to gradients that are reduced. A kept sum is reduced only once, so units
+        keep weights alone in such a loop."""
+        if self.budget is None:
+            return
+        if not self.has_grads:
+            self.budget.choose(self)
+            return
+        for group in self.groups:
+            is_reduced = group.grad_state in REDUCED_STATES
+            if is_reduced and group.keeps_grads and group.can_keep_grads:
+                self.budget.forgo_grads(self)
+                return
+
     def compared_numbers(self) -> Sequence[int]:
+        """The flags of `_given`, and the budget's numbers."""
+        return [*self._given(), *super().compared_numbers()]
+
+    def _given(self) -> list[bool]:
         """A flag for each trained parameter: True if a backward of this rank has given it a
         gradient, or if it is frozen and needs none."""
         return [
@@ -114,9 +137,9 @@ class UserLoopEngine(FsdpEngine):
         - If no parameter has got one, all gradients, which are zeros then, are forgotten.
         - The host waits for the other ranks only if this rank has given a parameter none.
         """
-        flags = self.compared_numbers()
+        flags: Sequence[int] = self._given()
         if not all(flags):
-            flags = self.launches.largest()
+            flags = self.launches.largest()[: len(flags)]
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
             is_due = given and self._takes_grad(pair)

@@ -16,7 +16,6 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fsdp_adapter.build import auto_budget
-from megatron_fsdp_adapter.build.auto_budget import AutoBudgetEngine
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
@@ -63,7 +62,7 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
         engine = ours.wrapper.engine
         assert sum(unit.stays for unit in engine.units) == weights
         assert sum(unit.keeps_grads for unit in engine.units) == grads
-        assert engine.budget == budget
+        assert engine.budget.chosen_for == budget
         ours.wrapper.zero_grad_buffer()
         ahead = engine.order.first()  # gathered for the next forward
         for unit in engine.units:
@@ -79,7 +78,7 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
 def raises_in_step_5(trainer: Trainer, number: int, rank: int) -> Step:
     """A forward raises in the middle of our model, on all ranks, before that step."""
     wrapper = trainer.wrapper
-    if number == 5 and isinstance(wrapper.engine, AutoBudgetEngine):
+    if number == 5 and wrapper.engine.budget is not None:
         layer = next(m for m in wrapper.modules() if isinstance(m, TransformerLayer))
         none_left = mock.patch.object(layer, "forward", side_effect=torch.OutOfMemoryError("none"))
         with none_left, pytest.raises(torch.OutOfMemoryError):
@@ -90,7 +89,7 @@ def raises_in_step_5(trainer: Trainer, number: int, rank: int) -> Step:
 def raises_on_one_rank_in_an_evaluation(trainer: Trainer, number: int, rank: int) -> Step:
     """Of our model, behind the last gather, before step 3."""
     wrapper = trainer.wrapper
-    if number == 3 and isinstance(wrapper.engine, AutoBudgetEngine):
+    if number == 3 and wrapper.engine.budget is not None:
         data = batches(trainer.case, 9, rank, torch.device("cpu"))
         if rank == 1:
             ends = mock.Mock(side_effect=ValueError)
@@ -132,7 +131,7 @@ PP2 = Topology("pp2 vpp2", pp=2, vpp=2)
 def chunks_share(ours: TopologyTrainer, reference: TopologyTrainer, strategy: str) -> None:
     """Expects that the chunks of a device have agreed on halves of what it can spare."""
     half = (ALL_BYTES - 8 * torch.distributed.get_rank()) // 2
-    assert [chunk.engine.budget for chunk in ours.chunks] == [half, half]
+    assert [chunk.engine.budget.chosen_for for chunk in ours.chunks] == [half, half]
 
 
 ALL_KEPT = (7, 7, ALL_BYTES - 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -233,8 +234,16 @@ def memory_of_exchanges(
     return FlatBuffer(largest, torch.uint8, runtime, allocate([largest])[0])
 
 
-def abandon(runtime: Callable[[], Runtime | None]) -> None:
-    """Empties the queues of the runtime, if it still exists. runtime: a weak reference."""
+def abandon_after(engine: object, runtime: Runtime) -> None:
+    """Has the queues of `runtime` emptied when `engine` is freed. What waits in one refers to the
+    runtime: a cycle, if it is not cut.
+
+    The runtime is held weakly. `finalize` would otherwise keep alive all that its queues reach:
+    the engine itself, once a model config refers to the wrapper (`no_sync_func`)."""
+    weakref.finalize(engine, _abandon, weakref.ref(runtime)).atexit = False
+
+
+def _abandon(runtime: Callable[[], Runtime | None]) -> None:
     alive = runtime()
     if alive is not None:
         alive.abandon()

@@ -12,7 +12,6 @@ main_weights_changed  mark gathered weights stale
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,11 +33,11 @@ from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
-from .unit import Unit
+from .unit import StepBudget, Unit
 
 
 class FsdpEngine:
-    """Shards the parameters of `module` and trains them.
+    """Shards the parameters of `module`, which then shows sharded ones, and trains them.
 
     Args:
         module: the model. Its parameters move into the engine's buffers.
@@ -52,8 +51,7 @@ class FsdpEngine:
             default ordinary memory.
         prepare: called with each plan before its parameters are read, to give them their values.
         quantized: knows the parameters whose format in the plans is a quantized one.
-
-    After construction the module tree shows sharded parameters.
+        budget: chooses units that stay unsharded over a step; None: units stay as the plans say.
     """
 
     is_last_microbatch: bool | None = None
@@ -97,6 +95,7 @@ class FsdpEngine:
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
+        budget: StepBudget | None = None,
     ) -> None:
         runtime.poison = config.poison_buffers
         used = construction.used_domains(plans, domains)
@@ -120,9 +119,9 @@ class FsdpEngine:
         received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
         inner = construction.domain_reduces(config, used, comms.reduce, received)
         outer = construction.outer_reduces(config, comms.outer)
-        self.reduce = ReducePipeline(  # reduces gradients
-            config, runtime, inner, outer, self.launches, grad_check
-        )
+        # Reduces gradients.
+        self.reduce = ReducePipeline(config, runtime, inner, outer, self.launches, grad_check)
+        self.budget = budget  # chooses the units that stay unsharded over a step, if it may
         self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
         self.away: dict[str, Any] = {}  # by kind, memory that was given back
         self.quantization = quantized and quantized.made(self.groups, self.gather)  # if any
@@ -136,10 +135,7 @@ class FsdpEngine:
         self.completed: Iterable[int] = construction.first_completed(self.units)
         hooks.register(self, module, [plan.modules for plan in plans])
         self.to_sharded()
-        # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
-        # The runtime is held weakly: finalize's registry would keep alive all that its queue
-        # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
-        weakref.finalize(self, construction.abandon, weakref.ref(runtime)).atexit = False
+        construction.abandon_after(self, runtime)
 
     # A step, in the order in which it happens.
 
@@ -363,8 +359,8 @@ class FsdpEngine:
         self.gather.updates.load_ahead()
 
     def compared_numbers(self) -> Sequence[int]:
-        """Numbers for `launches.compare`, which finds the largest of each over the ranks."""
-        return ()
+        """Numbers of which ranks compare the largest, once a step; the budget's are the last."""
+        return () if self.budget is None else self.budget.numbers(self)
 
     def attach_grads(self) -> None:
         """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
@@ -408,6 +404,8 @@ class FsdpEngine:
             pair.drop_grad()
         for group in self.groups:
             group.drop_grads()
+        if self.budget is not None:
+            self.budget.choose(self)
 
     def recover(self) -> bool:
         """Forgets a forward or backward that raised. Nothing is in flight or in use afterwards.
@@ -418,6 +416,8 @@ class FsdpEngine:
         self.in_flight = 0
         self.reduce.abandon(self.units)
         self.gather.reshard_held(stay=not with_gradients)
+        if self.budget is not None:
+            self.budget.pass_raised(self, with_gradients)
         return with_gradients
 
     # What modules show. Main weights may be read and written while it is sharded parameters.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -246,6 +246,23 @@ def _label(group: ParamGroup, unit: str) -> None:
     if group.key.requires_grad:
         group.bucket.label = f"the reduce bucket of {unit}"
         group.grad.label = f"the main gradients of {unit}"  # which may be the bucket too
+
+
+class StepBudget(Protocol):
+    """Chooses the units that stay unsharded over a step (`Unit.keep`), from what an engine tells
+    it."""
+
+    def numbers(self, engine: Any) -> Sequence[int]:
+        """This rank's numbers, of which ranks compare the largest, once a step."""
+
+    def choose(self, engine: Any) -> None:
+        """Chooses units for the next step, which begins now; alike on all ranks."""
+
+    def forgo_grads(self, engine: Any) -> None:
+        """Keeps no gradients from now on."""
+
+    def pass_raised(self, engine: Any, with_gradients: bool) -> None:
+        """A pass was forgotten that has raised."""
 
 
 class DeferredUpdates:

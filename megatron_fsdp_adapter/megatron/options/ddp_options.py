@@ -5,16 +5,13 @@ Names and meanings of options are Megatron-LM main's; `table.py` has them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...build.auto_budget import AutoBudgetEngine
+from ...build.auto_budget import AutoBudget
 from ...build.grad_check import GradCheck
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
-from ...core.engine.engine import FsdpEngine
 from ...core.runtime.rank_warnings import warn
 from ...plan.unsharded_budget import AUTO, GIB
 from .rules import is_on
@@ -38,12 +35,12 @@ def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
     return int(gib * GIB) // _chunk_count(config)
 
 
-def engine_maker(config: Any, ddp_config: Any) -> Callable[..., FsdpEngine]:
-    """The class of the engine that the options need. One that finds its budget comes as a partial
-    with the number of chunks that share the memory."""
+def auto_budget(config: Any, ddp_config: Any) -> AutoBudget | None:
+    """An object that finds the budget while training; None if it is given. Model chunks on one
+    device share its memory."""
     if unsharded_budget(config, ddp_config) is not None:
-        return FsdpEngine
-    return functools.partial(AutoBudgetEngine, sharers=_chunk_count(config))
+        return None
+    return AutoBudget(sharers=_chunk_count(config))
 
 
 def _chunk_count(config: Any) -> int:

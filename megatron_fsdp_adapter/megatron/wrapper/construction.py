@@ -38,7 +38,7 @@ def build(
     is_quantized = any(key.quantized for unit in plan.units for key in unit.groups)
     memory = staging_options.slot_memory(ddp_config, index, given.device)
     engine = build_engine(
-        ddp_options.engine_maker(given.config, ddp_config),
+        FsdpEngine,
         "FullyShardedDataParallel",
         module,
         plan.units,
@@ -46,6 +46,7 @@ def build(
         plan.config,
         given.device,
         given.initializer_of,
+        budget=ddp_options.auto_budget(given.config, ddp_config),
         grad_check=ddp_options.grad_check(ddp_config),
         allocate_slots=None if memory is None else memory.allocate,
         quantized=TransformerEngineParams() if is_quantized else None,

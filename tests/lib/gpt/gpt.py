@@ -217,8 +217,8 @@ def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
     """Has engines that find a budget keep units for `nbytes` from the first step on, until the
     ranks agree on what they have measured."""
     for chunk in chunks:
-        chunk.engine.agreed = nbytes
-        chunk.engine.most = nbytes
+        chunk.engine.budget.agreed = nbytes
+        chunk.engine.budget.most = nbytes
 
 
 def give_up(ddp: DistributedDataParallel) -> None:

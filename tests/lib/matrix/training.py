@@ -420,7 +420,7 @@ def _measured(
     with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["kept"] == "found":
-        assert all(chunk.engine.budget for chunk in trainer.chunks)
+        assert all(chunk.engine.budget.chosen_for for chunk in trainer.chunks)
     if cell["graph"] == "layers":
         graphs = [chunk._layers for chunk in trainer.chunks]
         for one in graphs:
