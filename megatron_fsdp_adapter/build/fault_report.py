@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..core.comm.communicator import CommunicationError, Communicator, Pair
-from ..core.comm.launched import LaunchLog
+from ..core.comm.communicator import CommunicationError, Communicator, LaunchLog, Pair
 from ..core.comm.wait_watch import WaitWatch
 from ..core.comm.waits import Position
 from ..core.engine.engine import FsdpEngine

@@ -120,9 +120,9 @@ class FSDP2Module(NotCopyable, FSDPModule):
         unit = mark_on(self).unit
         engine.to_unsharded()
         gather.hold_once(unit)
-        gather.launch_unshard(unit)
+        gather.prefetch(unit)
         handle = UnshardHandle()
-        handle.wait = functools.partial(gather.wait_unshard, unit)  # type: ignore[method-assign]
+        handle.wait = functools.partial(gather.unshard, unit, prefetches=False)  # type: ignore[method-assign]
         if async_op:
             return handle
         handle.wait()

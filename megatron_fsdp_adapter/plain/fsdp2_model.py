@@ -374,7 +374,7 @@ def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool
     alive = engine()
     if alive is None or alive.running_root is None:
         return False
-    alive.gather.wait_unshard(alive.units[ordinal])
+    alive.gather.unshard(alive.units[ordinal], prefetches=False)
     return True
 
 

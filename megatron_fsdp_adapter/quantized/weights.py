@@ -165,7 +165,7 @@ class QuantizedParams(QuantizedWeights):
     def made(self, groups: Sequence[ParamGroup], gather: GatherPipeline) -> QuantizedWeights | None:
         # Not the gather itself: its units have this object, and a cycle would keep their memory.
         self._engine_runtime = gather.runtime
-        self._launches = gather.launches
+        self._log = gather.log
         quantized = [group for group in groups if group.key.quantized]
         trained = [group for group in quantized if group.key.requires_grad]
         frozen = [group for group in quantized if not group.key.requires_grad]
@@ -247,7 +247,7 @@ class QuantizedParams(QuantizedWeights):
     def _reduce(
         self, groups: Sequence[ParamGroup], amaxes: torch.Tensor, axis: Communicator
     ) -> list[object]:
-        self._launches.note(AGREED, groups, axis)
+        self._log.note(AGREED, groups, axis)
         return axis.all_reduce_max(amaxes)
 
 

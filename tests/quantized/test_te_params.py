@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
-from megatron_fsdp_adapter.core.engine.params import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
+from megatron_fsdp_adapter.core.engine.unit import set_classes
 from megatron_fsdp_adapter.quantized import format_of
 from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 from tests.lib.quantized.te_linear import Linear

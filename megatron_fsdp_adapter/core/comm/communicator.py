@@ -1,4 +1,4 @@
-"""Collectives over one process group, and what each backend can do.
+"""Collectives over one process group, what each backend can do, and the log of what was launched.
 
 A `Communicator` launches on whatever stream is current and returns the handles that are still
 running. NCCL enqueues on the current stream, so there are none; gloo runs in the background and
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
-
-from .launched import LaunchLog
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -156,6 +156,85 @@ class Communicator:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return dict(zip(self.ranks, found, strict=True))
+
+
+KEPT = 20_000
+"""The last launches of a step, so many, are kept in words to name the first difference: 160 kB."""
+
+_MASK = (1 << 64) - 1
+_PRIME = 0x100000001B3
+
+
+@dataclass
+class Launched:
+    """The launches of one rank in a step."""
+
+    # How many.
+    count: int = 0
+    # The number that they are folded into; 64 bits.
+    folded: int = 0
+    # The latest ones in words.
+    latest: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def add(self, text: str, code: int) -> None:
+        self.count += 1
+        self.folded = ((self.folded * _PRIME) ^ code) & _MASK
+        self.latest.append(text)
+
+    def text_of(self, index: int) -> str:
+        """The launch with that number, from 0, in words."""
+        if index >= self.count:
+            return "nothing more"
+        place = index - (self.count - len(self.latest))
+        return self.latest[place] if place >= 0 else "no longer remembered"
+
+
+class Carried(Protocol):
+    """A group whose weights or gradients a collective carries."""
+
+    name: str
+
+
+class LaunchLog:
+    """The launches of an engine in the step that runs, and in the one before. Another thread reads
+    it."""
+
+    def __init__(self) -> None:
+        self.step = 0  # the number of the step that runs, from 0
+        self.launched = Launched()  # in that step
+        self.before = Launched()  # in the step before
+        # The text of the error that ranks wait for each other; "" until that is known.
+        self.failed = ""
+        # Words and code of launches, by kind and name of the group.
+        self._known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def note(self, kind: str, groups: Sequence[Carried], communicator: Communicator) -> None:
+        """Notes that a collective of `kind`, which carries `groups`, is launched now.
+
+        Raises:
+            CommunicationError: ranks wait for each other (`core/comm/wait_watch.py`).
+        """
+        communicator.carries = groups[0].name
+        if communicator.size == 1:
+            return
+        if self.failed:
+            raise CommunicationError(self.failed)
+        communicator.log = self
+        for group in groups:
+            key = (kind, group.name)
+            known = self._known.get(key)
+            if known is None:
+                text = kind.format(group.name)
+                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                known = text, int.from_bytes(digest, "big")
+                self._known[key] = known
+            self.launched.add(*known)
+
+    def end_step(self) -> None:
+        """The step ends: the next launch belongs to another one."""
+        self.before = self.launched
+        self.launched = Launched()
+        self.step += 1
 
 
 @dataclass(frozen=True)

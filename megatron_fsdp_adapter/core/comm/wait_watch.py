@@ -32,8 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import waits
 from .abort import abort, is_destroying, keep_groups, nccl_groups
-from .communicator import CommunicationError
-from .launched import LaunchLog
+from .communicator import CommunicationError, LaunchLog
 from .place import place_of
 from .waits import EngineState, Position, RankState
 

@@ -114,13 +114,13 @@ class FsdpEngine:
         reducing = [*comms.reduce.values(), *comms.outer.values()]
         self.launches = LaunchComparison(runtime, reducing)  # with those of other ranks
         self.gather = GatherPipeline(  # gathers weights
-            self.units, config, runtime, comms.gather, comms.outer, self.order, self.launches
+            self.units, config, runtime, comms.gather, comms.outer, self.order, self.launches.log
         )
         received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
         inner = construction.domain_reduces(config, used, comms.reduce, received)
         outer = construction.outer_reduces(config, comms.outer)
         # Reduces gradients.
-        self.reduce = ReducePipeline(config, runtime, inner, outer, self.launches, grad_check)
+        self.reduce = ReducePipeline(config, runtime, inner, outer, self.launches.log, grad_check)
         self.budget = budget  # chooses the units that stay unsharded over a step, if it may
         self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
         self.away: dict[str, Any] = {}  # by kind, memory that was given back

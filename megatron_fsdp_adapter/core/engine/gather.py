@@ -21,12 +21,12 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair
+from megatron_fsdp_adapter.core.comm.communicator import Communicator, LaunchLog, Pair
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain
-from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
+from .launches import GATHERED, GATHERED_OUTER
 from .params import refuse_writes
 from .unit import DeferredUpdates, Phase, Unit
 
@@ -143,7 +143,7 @@ class GatherPipeline:
     Args:
         units: in module order, root last.
         communicators, outer: by domain name, the ones that gathers run on, over each axis.
-        launches: records every gather.
+        log: notes every gather.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class GatherPipeline:
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
         order: PrefetchOrder,
-        launches: LaunchComparison,
+        log: LaunchLog,
     ) -> None:
         self.units = units  # in module order, root last
         self.config = config  # of the engine
@@ -162,7 +162,7 @@ class GatherPipeline:
         self.communicators = communicators  # by domain, for gathers over the shard axis
         self.outer = outer  # by domain, for gathers over the outer axis
         self.order = order  # of requests, which tells the units that are needed next
-        self.launches = launches  # records every gather
+        self.log = log  # notes every gather
         self.updates = DeferredUpdates(units, runtime)  # that gathers wait for
         # Whether a forward pass comes right after the backward pass that is running. If so, the end
         # of that backward launches the forward's first gathers.
@@ -184,30 +184,29 @@ class GatherPipeline:
         # By ordinal, the gathers of a unit over the outer axis, and those that follow.
         self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
 
-    def unshard(self, unit: Unit) -> None:
-        """Gathers `unit`, orders the compute stream behind that, and launches the next gathers."""
+    def unshard(self, unit: Unit, prefetches: bool = True) -> None:
+        """Gathers `unit`, orders the compute stream behind that, and launches the next gathers.
+
+        prefetches: false for weights that are needed out of the order of passes. No further gathers
+            are launched then, and the order does not change.
+        """
         if not unit.groups:
             return
-        upcoming = self.order.request(unit.ordinal)
-        self.wait_unshard(unit)
-        if self.forward_follows and self.order.ends:
-            upcoming = [i for i in self.order.first() if self.units[i].phase is not Phase.READY]
-        if self.config.overlap_param_gather:
-            self._prefetch(self._within_budget(upcoming))
-
-    def wait_unshard(self, unit: Unit) -> None:
-        """Gathers `unit` and orders the compute stream behind that. Launches no further gathers."""
-        self.launch_unshard(unit)
+        if unit.phase is Phase.SHARDED:
+            self._make_way(unit)
+            self.start_gather(unit)
         if unit.gathered is not None:
-            self._finish(unit)
+            self._wait(unit)
         if unit.quantized:
             unit.prepare()
+        if prefetches:
+            self._prefetch_after(unit)
 
-    def launch_unshard(self, unit: Unit) -> None:
-        """Gathers `unit`'s weights, unless they are there or on their way."""
+    def prefetch(self, unit: Unit) -> None:
+        """Starts gathering `unit` ahead of its use, unless that was started."""
         if unit.groups and unit.phase is Phase.SHARDED:
             self._make_way(unit)
-            self.launch(unit)
+            self.start_gather(unit)
 
     def hold(self, unit: Unit) -> None:
         """Counts one more user of `unit`. It stays gathered until all have called `unhold`."""
@@ -228,6 +227,14 @@ class GatherPipeline:
         if self._held[unit.ordinal] > 0:
             self.unhold(unit)
 
+    def _prefetch_after(self, unit: Unit) -> None:
+        """Notes that `unit` was needed, and starts the gathers of the units that come next."""
+        upcoming = self.order.request(unit.ordinal)
+        if self.forward_follows and self.order.ends:
+            upcoming = [i for i in self.order.first() if self.units[i].phase is not Phase.READY]
+        if self.config.overlap_param_gather:
+            self._prefetch_each(self._within_budget(upcoming))
+
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
         budget = self.config.prefetch_bytes
@@ -240,15 +247,16 @@ class GatherPipeline:
                 break
         return chosen
 
-    def _prefetch(self, chosen: list[Unit]) -> None:
-        """Launches `chosen`. Unused prefetched units are resharded first, so that a model which
-        skips layers does not end up with all of them gathered."""
+    def _prefetch_each(self, chosen: list[Unit]) -> None:
+        """Starts gathering `chosen`, but for units whose slot is taken. Unused prefetched units are
+        resharded first, so that a model which skips layers does not end up with all of them
+        gathered."""
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
                 self.reshard(unit)
         for unit in chosen:
             if unit.phase is Phase.SHARDED and self._holder(unit) is None:
-                self.launch(unit)
+                self.start_gather(unit)
         self._ahead = chosen
 
     def _holder(self, unit: Unit) -> Unit | None:
@@ -273,7 +281,7 @@ class GatherPipeline:
             )
         self.reshard(holder)
 
-    def launch(self, unit: Unit) -> None:
+    def start_gather(self, unit: Unit) -> None:
         """Starts gathering `unit`, which must be SHARDED, and its slot free."""
         unit.advance(Phase.GATHERING)
         unit.behind_update = unit.updated is not None
@@ -315,11 +323,11 @@ class GatherPipeline:
     def _launch_each(self, planned: Sequence[DomainGather]) -> list[Any]:
         works = []
         for one in planned:
-            self.launches.note(one.kind, one.groups, one.communicator)
+            self.log.note(one.kind, one.groups, one.communicator)
             works += one.communicator.all_gather(one.pairs)
         return works
 
-    def _finish(self, unit: Unit) -> None:
+    def _wait(self, unit: Unit) -> None:
         self.runtime.wait(COMPUTE, unit.gathered)
         unit.gathered = None
         if unit.behind_update:
@@ -342,7 +350,8 @@ class GatherPipeline:
             self._drop(unit)
         elif unit.quantized and not self.config.keep_derived:
             unit.drop_derived()
-        refuse_writes(found)
+        if found:
+            refuse_writes(found)
 
     def _written(self) -> list[str]:
         return [label for unit in self.units for label in unit.take_written()]
@@ -432,7 +441,7 @@ class GatherPipeline:
 
     def unshard_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
-        self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
+        self._prefetch_each([self.units[ordinal] for ordinal in self.order.first()])
 
     def unshard_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it. Slots do not hold all units:
@@ -445,7 +454,7 @@ class GatherPipeline:
         for ordinal in order:
             unit = self.units[ordinal]
             if unit.phase is Phase.SHARDED:
-                self.launch(unit)
+                self.start_gather(unit)
         for unit in self.units:
             if unit.gathered is not None:
-                self._finish(unit)
+                self._wait(unit)

@@ -367,7 +367,7 @@ class ParamGroup:
         gets zeros.
         """
         every = self.take_unsharded_grads()
-        written = self.direct.close()
+        written = self.direct.close() if self.direct.is_open else set()
         if not accumulate and not written and all(grad is not None for grad in every):
             self.given = self._all
             self._collect(every)  # type: ignore[arg-type]

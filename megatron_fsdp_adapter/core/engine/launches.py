@@ -2,15 +2,14 @@
 
 Collectives are matched by their order. Ranks that use different units, or use them in another
 order, therefore add up gradients of unlike parameters, without any error where the units are of
-one size. So each launch is folded into a number, which the ranks compare once a step, behind its
-last reduction. Only if the numbers differ are the launches themselves exchanged, to name the first
-difference. Comparing before each launch was rejected: the host would wait for the device, and for
-the slowest rank, in every unit.
+one size. So each launch is folded into a number (`LaunchLog`), which the ranks compare once a step,
+behind its last reduction. Only if the numbers differ are the launches themselves exchanged, to name
+the first difference. Comparing before each launch was rejected: the host would wait for the device,
+and for the slowest rank, in every unit.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.comm.communicator import CommunicationError, Communicator
-from megatron_fsdp_adapter.core.comm.launched import Launched, LaunchLog
+from megatron_fsdp_adapter.core.comm.communicator import (
+    CommunicationError,
+    Communicator,
+    Launched,
+    LaunchLog,
+)
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
-
-from .group import ParamGroup
 
 GATHERED = "weights of {} gathered"
 REDUCED = "gradients of {} reduced"
@@ -66,36 +67,11 @@ class LaunchComparison:
                 found.setdefault(tuple(communicator.ranks), communicator)
         self._runtime = runtime  # streams
         self._communicators = list(found.values())  # in the order in which ranks compare
-        # Words and code of launches, by kind and name of the group.
-        self._known: dict[tuple[str, str], tuple[str, int]] = {}
         self.log = LaunchLog()  # of the step that runs, and the one before
         for communicator in self._communicators:
             communicator.log = self.log
         self._started: _Comparison | None = None  # whose result has not been read
         self._last = _Comparison(self.log.launched)  # of the last step
-
-    def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
-        """Notes that a collective of `kind`, which carries `groups`, is launched now.
-
-        Raises:
-            CommunicationError: ranks wait for each other (`core/comm/wait_watch.py`).
-        """
-        communicator.carries = groups[0].name
-        if communicator.size == 1:
-            return
-        log = self.log
-        if log.failed:
-            raise CommunicationError(log.failed)
-        communicator.log = log
-        for group in groups:
-            key = (kind, group.name)
-            known = self._known.get(key)
-            if known is None:
-                text = kind.format(group.name)
-                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-                known = text, int.from_bytes(digest, "big")
-                self._known[key] = known
-            log.launched.add(*known)
 
     def compare(self, numbers: Sequence[int] = ()) -> None:
         """Compares what was launched since the last time, behind the last reduction of a step.

@@ -18,7 +18,7 @@ parameter and an operation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,9 +304,3 @@ def _refused(name: str) -> property:
         param.__dict__[name] = value
 
     return property(read, write)
-
-
-def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
-    """Gives each parameter the class beside it: one that makes reads raise, or its own again."""
-    for param, kind in classes:
-        param.__class__ = kind

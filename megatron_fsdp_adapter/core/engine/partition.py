@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,10 +34,9 @@ Location = tuple[nn.Module, str]
 """A place in the module tree that holds a parameter: `module._parameters[name]`."""
 
 
-def unchecked() -> AbstractContextManager[Any]:
-    """A context in which resharded parameters are not checked. For loops over `.grad` in every
-    backward: a check costs microseconds a parameter, although it passes."""
-    return torch._C.DisableTorchFunctionSubclass()
+unchecked = torch._C.DisableTorchFunctionSubclass
+"""A context in which resharded parameters are not checked. For loops over `.grad` in every
+backward: a check costs microseconds a parameter, although it passes."""
 
 
 @dataclass(frozen=True)

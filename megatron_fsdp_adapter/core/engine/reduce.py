@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_fsdp_adapter.core.comm.communicator import LaunchLog
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer
 from .group import GradState, ParamGroup
-from .launches import LaunchComparison
 from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
@@ -105,7 +105,7 @@ class ReducePipeline:
 
     Args:
         domains, outer: by domain name, how gradients are reduced over each axis.
-        launches: records every reduction.
+        log: notes every reduction.
         check: looks at gradients before they are communicated.
     """
 
@@ -115,14 +115,14 @@ class ReducePipeline:
         runtime: Runtime,
         domains: Mapping[str, DomainReduce],
         outer: Mapping[str, DomainReduce],
-        launches: LaunchComparison,
+        log: LaunchLog,
         check: ChecksGradients | None = None,
     ) -> None:
         self.config = config  # of the engine
         self.runtime = runtime  # streams and storage
         self.domains = domains  # by domain, how gradients are reduced over the shard axis
         self.outer = outer  # by domain, how they are reduced over the outer axis
-        self.launches = launches  # records every reduction
+        self.log = log  # notes every reduction
         self.check = check  # looks at gradients before they are communicated
         # Reductions of groups, by identity and `adds`; made once.
         self._reductions: dict[tuple[int, bool], Reduction] = {}
@@ -377,7 +377,7 @@ class ReducePipeline:
         works = []
         for mine in largest_domain_first(reductions):
             how = mine[0].reduce
-            self.launches.note(how.kind, [one.group for one in mine], how.communicator)
+            self.log.note(how.kind, [one.group for one in mine], how.communicator)
             works += how.way.launch(how.communicator, mine)
         return works
 

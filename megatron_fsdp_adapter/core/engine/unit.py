@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup
-from .params import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
+from .params import GatheredParameter, PresentParameter, ReshardedParameter
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 
@@ -228,6 +228,12 @@ class Unit:
         """Drops what was derived from quantized weights: it is old, or no longer needed."""
         for param in self.quantized:
             self._library.drop_derived(param)  # type: ignore[union-attr]
+
+
+def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
+    """Gives each parameter the class beside it: one that makes reads raise, or its own again."""
+    for param, kind in classes:
+        param.__class__ = kind
 
 
 def _present_class(group: ParamGroup, original: type) -> type:

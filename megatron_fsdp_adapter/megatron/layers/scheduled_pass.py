@@ -61,13 +61,13 @@ class ScheduledPass:
         self._entered.add(stage)
         read = [*self._throughout, *self._stages[stage]]
         for unit in read:
-            gather.wait_unshard(unit)
+            gather.unshard(unit, prefetches=False)
         following = stage + 1
         ahead = following < len(self._stages) and following not in self._left
         if ahead and gather.config.overlap_param_gather:
             self._hold(following)
             for unit in self._stages[following]:
-                gather.launch_unshard(unit)
+                gather.prefetch(unit)
         if self._is_backward:
             for unit in read:
                 engine.reduce.backward_begins(unit, accumulates=True)

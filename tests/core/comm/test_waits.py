@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.core.comm import waits
-from megatron_fsdp_adapter.core.comm.launched import KEPT
+from megatron_fsdp_adapter.core.comm.communicator import KEPT
 from megatron_fsdp_adapter.core.comm.waits import END, EngineState, RankState
 
-CHECKS = ("core/comm/waits.py", "core/comm/launched.py")
+CHECKS = ("core/comm/waits.py", "core/comm/communicator.py")
 
 SET = "all ranks"
 KEY = (SET, 0)

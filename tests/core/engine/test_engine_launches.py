@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.comm import launched as launched_module
-from megatron_fsdp_adapter.core.comm.launched import Launched
+from megatron_fsdp_adapter.core.comm import communicator
+from megatron_fsdp_adapter.core.comm.communicator import Launched, LaunchLog
 from megatron_fsdp_adapter.core.engine import launches
 from megatron_fsdp_adapter.core.engine.launches import GATHERED, LaunchComparison
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
@@ -51,10 +51,10 @@ def device() -> Any:
 
 def launched(*names: str, kind: str = GATHERED) -> Launched:
     """What a rank has launched that gathered, or reduced, these groups."""
-    comparison = LaunchComparison(HostRuntime(), [])
+    log = LaunchLog()
     for name in names:
-        comparison.note(kind, [SimpleNamespace(name=name)], Played(1, Launched))  # type: ignore[list-item,arg-type]
-    return comparison.log.launched
+        log.note(kind, [SimpleNamespace(name=name)], Played(1, Launched))  # type: ignore[list-item,arg-type]
+    return log.launched
 
 
 def compared(runtime: Any, other: Launched, *names: str) -> LaunchComparison:
@@ -90,7 +90,7 @@ def test_the_first_difference_is_told(
     monkeypatch: pytest.MonkeyPatch, mine: str, other: str, kept: int, told: str
 ) -> None:
     """Or that it is the first of those that are remembered."""
-    monkeypatch.setattr(launched_module, "KEPT", kept)
+    monkeypatch.setattr(communicator, "KEPT", kept)
     with pytest.raises(RuntimeError, match=f"(?s){told}"):
         compared(HostRuntime(), launched(*other), *mine)
 
@@ -147,10 +147,11 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
     setup = SCENARIOS[scenario].setup(strategy)
     reported: list[str] = []
     with built(setup) as rig, mock.patch.dict(REPORTED, all_reduce_max=0):
+        log = rig.engine.launches.log
         rig.mark = reported.append  # type: ignore[method-assign]
         rig.step()
         reported.clear()
-        with mock.patch.object(rig.engine.launches, "note", wraps=rig.engine.launches.note) as note:
+        with mock.patch.object(log, "note", wraps=log.note) as note:
             rig.step(microbatches=2, sync=False)
     noted = [group.name.split("/")[0] for call in note.call_args_list for group in call.args[1]]
     times = 1 + (setup.outer > 1) + setup.split
@@ -164,4 +165,4 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
     assert not any(compares[:-times])
     assert len(noted) == len(carried) > 0
     assert setup.slots or noted == carried  # buffers in slots have the name of one unit for all
-    assert rig.engine.launches.log.launched.count == 0
+    assert log.launched.count == 0

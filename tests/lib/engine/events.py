@@ -342,7 +342,7 @@ def gathered_while_shown(rig: Any) -> None:
     rig.weights()
     loss.backward()
     if rig.engine.units[2].phase is Phase.SHARDED:
-        rig.engine.gather.launch(rig.engine.units[2])
+        rig.engine.gather.start_gather(rig.engine.units[2])
     rig.engine.main_weights_changed()
     rig.step()
 

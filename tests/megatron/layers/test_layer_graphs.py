@@ -144,7 +144,7 @@ def run(one_rank: torch.device) -> Iterator[Any]:
 
         return watching
 
-    engine.gather.launch = watched("gather", engine.gather.launch)
+    engine.gather.start_gather = watched("gather", engine.gather.start_gather)
     engine.reduce.backward_done = watched("reduce", engine.reduce.backward_done)
 
     def note_left(grad: torch.Tensor) -> None:
