@@ -81,16 +81,21 @@ def _generators(value: float, count: int = 4, key: str = "(0, 0)") -> dict[str, 
     return {key: [{"torch_rng_state": torch.full((3,), value)} for _ in range(count)]}
 
 
+ONE_SPLIT = _generators(1.0)
+TWO_STAGES = {**_generators(1.0), **_generators(2.0, key="(1, 0)")}
+
+
 @pytest.mark.parametrize(
-    ("own", "are_read", "is_printed"),
+    ("stored", "own", "are_read", "is_printed"),
     [
-        pytest.param(_generators(0.0), True, False, id="the same split"),
-        pytest.param(_generators(0.0, key="(0, 1)"), False, True, id="another split"),
-        pytest.param(_generators(0.0, 1), False, True, id="1 data-parallel ranks"),
-        pytest.param(_generators(0.0, 2), False, True, id="2 data-parallel ranks"),
-        pytest.param(_generators(0.0, 8), False, True, id="8 data-parallel ranks"),
+        pytest.param(ONE_SPLIT, _generators(0.0), True, False, id="the same split"),
+        pytest.param(ONE_SPLIT, _generators(0.0, key="(0, 1)"), False, True, id="another split"),
+        pytest.param(TWO_STAGES, _generators(0.0), False, True, id="fewer pipeline stages"),
+        pytest.param(ONE_SPLIT, _generators(0.0, 1), False, True, id="1 data-parallel ranks"),
+        pytest.param(ONE_SPLIT, _generators(0.0, 2), False, True, id="2 data-parallel ranks"),
+        pytest.param(ONE_SPLIT, _generators(0.0, 8), False, True, id="8 data-parallel ranks"),
         # As Megatron-Bridge from 0.6 on does under another split.
-        pytest.param(None, False, False, id="not asked for"),
+        pytest.param(ONE_SPLIT, None, False, False, id="not asked for"),
     ],
 )
 def test_generators_are_read_under_the_same_split_alone(
@@ -98,11 +103,12 @@ def test_generators_are_read_under_the_same_split_alone(
     trainer: Trainer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    stored: Any,
     own: Any,
     are_read: bool,
     is_printed: bool,
 ) -> None:
-    folder = _saved(trainer, tmp_path / "saved", rng_state=_generators(1.0))
+    folder = _saved(trainer, tmp_path / "saved", rng_state=stored)
     before = copy.deepcopy(own)
     state = load_by_driver(driver, folder, asked_state(trainer, rng_state=own))
     found = state["rng_state"]

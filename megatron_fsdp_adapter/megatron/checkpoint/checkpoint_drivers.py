@@ -88,11 +88,13 @@ class Asked:
 class _Found:
     """A rank's message to the others.
 
-    has_generators: all generator states that it asks for are stored; mismatch: differences of its
-    state from the checkpoint; digest: of the keys that it asks for.
+    has_generators: all generator states that it asks for are stored; split: their places, without
+    data-parallel ranks; mismatch: differences of its state from the checkpoint; digest: of the keys
+    that it asks for.
     """
 
     has_generators: bool
+    split: frozenset[str]
     mismatch: Mismatch
     digest: str
 
@@ -233,7 +235,9 @@ def agreed(wanted: StateMapping, asked: Asked) -> tuple[StateDict, int]:
     if errors:
         lines = (f"the model does not fit {asked.folder}:", errors.describe(), *advice(errors))
         raise ValueError("\n".join(lines))
-    has_generators = all(message.has_generators for message in seen)
+    split = frozenset[str]().union(*(message.split for message in seen))
+    is_same_split = not split or split == generators.stored_split(metadata.state_dict_metadata)
+    has_generators = is_same_split and all(message.has_generators for message in seen)
     if not has_generators:
         prepared.pop(_RNG, None)
     if ranks.rank == 0:
@@ -314,7 +318,8 @@ def _prepared(
     if states:
         state[_RNG] = states
     placed = len(states) == len(own_states)
-    message = _Found(placed, compare(leaves, metadata), digest_of(keys))
+    split = generators.split_of(own_states)
+    message = _Found(placed, split, compare(leaves, metadata), digest_of(keys))
     return {**state, **parts}, metadata, keys, message
 
 

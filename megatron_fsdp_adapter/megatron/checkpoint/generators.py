@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from ..compat.patches import Original
 
 _PLACE = re.compile(r"\((\d+), (\d+)(?:, \d+)?\)")
+_STORED = re.compile(r"rng_state\.(\([^)]*\))\.")
 
 
 def of_each_rank(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +55,18 @@ def _shared(place: str) -> str:
     has another form."""
     match = _PLACE.fullmatch(place)
     return f"({match[1]}, {match[2]})" if match else place
+
+
+def split_of(places: Iterable[str]) -> frozenset[str]:
+    """The pipeline and tensor-parallel ranks of `places`, as the places that data-parallel ranks
+    share."""
+    return frozenset(_shared(place) for place in places)
+
+
+def stored_split(keys: Iterable[str]) -> frozenset[str]:
+    """The pipeline and tensor-parallel ranks that a checkpoint with these keys has states of."""
+    found = (_STORED.match(key) for key in keys)
+    return split_of(match[1] for match in found if match)
 
 
 def stored_place(place: str, is_stored: Callable[[str], bool]) -> str | None:
