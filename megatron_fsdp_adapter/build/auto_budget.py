@@ -161,11 +161,7 @@ class AutoBudget:
         for unit, row in zip(engine.units, kept.rows, strict=True):
             unit.keep(row)
         if dist.get_rank() == 0:
-            print(
-                f"{BUDGET_OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
-                f"gradients of {kept.grads} of {len(kept.rows)} units, for {kept.nbytes / GIB:.3f} "
-                f"of {budget / GIB:.3f} GiB {why}",
-                flush=True,
-            )
+            text = kept.described(f"{budget / GIB:.3f}")
+            print(f"{BUDGET_OPTION}={AUTO!r}: {text} {why}", flush=True)
         self.chosen_for = budget
         self.used = kept.nbytes

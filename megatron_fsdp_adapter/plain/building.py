@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..build.auto_budget import AutoBudget
 from ..build.building import build_engine, with_single_rank_domains
 from ..build.grad_check import GradCheck
 from ..build.materialize import meta_problems, own_initializer, target_device
 from ..core.config import EngineConfig
-from ..core.engine.partition import only_looks_up, partition, unit_modules
+from ..core.engine.partition import managed_params, partition, unit_modules, units_that_look_up
 from ..core.problems import raise_problems
-from ..core.topology import DENSE, ShardDomain
+from ..core.topology import ShardDomain
 from ..plan.module_problems import module_problems
 from ..plan.unit_classes import UNIT_CLASSES_OPTION as UNITS
 from ..plan.unit_classes import classes_of, repeated_layers
-from ..plan.unsharded_budget import GIB
+from ..plan.unit_grouping import group_layers
+from ..plan.unsharded_budget import AUTO, GIB, with_unsharded_units
 from ..quantized import TransformerEngineParams, format_of
 from .casts import cast_inputs_of
 from .user_loop import UserLoopEngine
@@ -33,35 +36,45 @@ def engine_for(
     domains: Mapping[str, ShardDomain],
     config: EngineConfig,
     check: GradCheck | None,
+    budget_gib: float | str = 0.0,
+    unit_numel: int = 0,
 ) -> UserLoopEngine:
-    """The engine that shards `module`. Collective. Call `raise_model_problems` first."""
+    """The engine that shards `module`. Collective. Call `raise_model_problems` first.
+
+    budget_gib: for units that stay unsharded over a step; "auto": it is found while training.
+    unit_numel: elements up to which neighboring layers are joined to a unit."""
     units = _chosen_units(module, named)
     dtype = config.policy.compute_dtype
-    plans = partition(
-        module,
-        units,
-        domain_of=lambda param, fqn: DENSE,
-        backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
-        format_of=format_of,
-        compute_dtype_of=lambda unit: dtype,
-    )
+    entries = []
+    for entry in managed_params(module, units):
+        entries.append(replace(entry, format=format_of(entry), compute_dtype=dtype))
+    plans = partition(units, entries, units_that_look_up(units, {nn.Embedding}))
+    plans = group_layers(plans, unit_numel)
+    config = with_single_rank_domains(config, domains)
+    finds_budget = budget_gib == AUTO
+    given = 0 if finds_budget else int(float(budget_gib) * GIB)
+    plans, kept = with_unsharded_units(plans, config, domains, given)
     engine = build_engine(
         UserLoopEngine,
         SUBJECT,
         module,
         plans,
         dict(domains),
-        with_single_rank_domains(config, domains),
+        config,
         target_device(module, None),
         own_initializer,
+        budget=AutoBudget() if finds_budget else None,
         grad_check=check,
         quantized=TransformerEngineParams(),
     )
     if dtype is not None:
         for each in (*units.values(), module):
             cast_inputs_of(each, dtype)
-    if named is None and dist.get_rank() == 0:
-        _announce(module, list(units.values()), engine)
+    if dist.get_rank() == 0:
+        if named is None:
+            _announce(module, list(units.values()), engine)
+        if given:
+            print(f"{SUBJECT}: {kept.described(f'{budget_gib:g}')}", flush=True)
     return engine
 
 

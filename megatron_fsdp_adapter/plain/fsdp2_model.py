@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
     managed_params,
-    only_looks_up,
     partition,
     unit_modules,
+    units_that_look_up,
 )
 from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
@@ -278,10 +279,12 @@ def _build(root: nn.Module) -> None:
                 cast_outputs_of(child, options.policy.output_dtype)
 
 
-def _params_to_shard(root: nn.Module) -> list[ManagedParam]:
-    """Parameters of `root` and the modules in it that no call ignores."""
+def _params_to_shard(
+    root: nn.Module, units: Mapping[str, nn.Module] = MappingProxyType({})
+) -> list[ManagedParam]:
+    """Parameters of `root` and the modules in it that no call ignores, with their units."""
     ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
-    return [one for one in managed_params(root) if id(one.param) not in ignored]
+    return [one for one in managed_params(root, units) if id(one.param) not in ignored]
 
 
 def _domain(root: nn.Module) -> ShardDomain:
@@ -302,16 +305,15 @@ def _domain(root: nn.Module) -> ShardDomain:
 
 def _engine(root: nn.Module) -> UserLoopEngine:
     """The engine that shards `root`. Collective. Raises as `_build`."""
-    managed = _params_to_shard(root)
     options = [mark.options for _, mark in marked(root)]
-    names = {one.fqns[0] for one in managed}
+    names = {one.fqns[0] for one in _params_to_shard(root)}
     problems = _options_that_differ(options)
     problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
     raise_problems(SUBJECT, problems)
     device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
     domains = {DENSE: _domain(root)}
-    plans = _plans(root, managed)
+    plans = _plans(root)
     config = with_single_rank_domains(_config(root, options), domains)
     engine = build_engine(
         UserLoopEngine,
@@ -332,25 +334,19 @@ def _engine(root: nn.Module) -> UserLoopEngine:
     return engine
 
 
-def _plans(root: nn.Module, managed: Iterable[ManagedParam]) -> list[UnitPlan]:
-    """The plans of the units of the model `root`, over the parameters `managed`."""
-    ids = {id(one.param) for one in managed}
+def _plans(root: nn.Module) -> list[UnitPlan]:
+    """The plans of the units of the model `root`."""
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     look_ups = {nn.Embedding}
     for child in units.values():
         # The class of a marked module is a subclass of its own one.
         if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward:
             look_ups.add(type(child))
-    plans = partition(
-        root,
-        units,
-        domain_of=lambda param, fqn: DENSE,
-        backward_reads_weights=lambda unit: not only_looks_up(unit, look_ups),
-        manages=lambda one: id(one.param) in ids,
-        format_of=format_of,
-        compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
-    )
-    return _joined_by_call(plans)
+    entries = []
+    for entry in _params_to_shard(root, units):
+        dtype = mark_on(units.get(entry.unit, root)).options.policy.param_dtype
+        entries.append(replace(entry, format=format_of(entry), compute_dtype=dtype))
+    return _joined_by_call(partition(units, entries, units_that_look_up(units, look_ups)))
 
 
 def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan]) -> None:

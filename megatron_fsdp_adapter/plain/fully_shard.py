@@ -27,8 +27,21 @@ from ..build.grad_sync import GradSync
 from ..build.materialize import target_device
 from ..core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.comm.communicator import REDUCE_SCATTER
-from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
+from ..core.config import (
+    OUTER_STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    Strategy,
+    strategy_named,
+)
 from ..core.distributed_index import FSDPDistributedIndex
+from ..plan.unsharded_budget import (
+    BUDGET_OPTION,
+    NO_BUDGET,
+    NOTHING_TO_KEEP,
+    can_keep,
+    is_budget,
+)
 from ..rollout.export_source import Described, Source, beside_engine
 from ..state.not_copyable import refuse_compilation
 from ..state.sharded_state_dict import ShardedStateDict
@@ -165,6 +178,20 @@ def _index_over(
     )
 
 
+def _raise_unit_problems(budget: Any, numel: int, strategy: Strategy) -> None:
+    """ValueError if the budget for unsharded units is none, or there is nothing to spend it on; or
+    if layers are to be joined up to a negative number of elements."""
+    if not is_budget(budget):
+        raise ValueError(f"{BUDGET_OPTION}={budget!r}: {NO_BUDGET}")
+    if budget and not can_keep(strategy):
+        raise ValueError(f"{BUDGET_OPTION}={budget!r}: {NOTHING_TO_KEEP}")
+    if numel < 0:
+        raise ValueError(
+            f"suggested_communication_unit_size={numel}: the number of elements up to which layers "
+            "are joined must be at least 0. Use 0 (each layer is a unit) or more"
+        )
+
+
 def fully_shard_model(
     module: nn.Module,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -180,6 +207,8 @@ def fully_shard_model(
     check_for_nan_in_grad: bool = False,
     report_nan_in_param_grad: bool = False,
     chunked_optimizer_state_offload: bool = False,
+    fsdp_unsharded_budget_gib: float | str = 0.0,
+    suggested_communication_unit_size: int = 0,
     sync_model_each_microbatch: bool = True,
     init_model_with_meta_device: bool = False,
 ) -> FullyShardedModel:
@@ -203,6 +232,11 @@ def fully_shard_model(
         average_gradients: whether gradients are the mean over ranks, or the sum.
         chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
             are in host memory; a step brings both to the device, one unit after the other.
+        fsdp_unsharded_budget_gib: GiB for weights and gradients that stay unsharded from one
+            microbatch to the next; "auto": the memory that is free in the first steps. For loops
+            that run all backwards of a step but the last under `no_sync()`.
+        suggested_communication_unit_size: elements up to which neighboring layers are joined to a
+            unit; 0 leaves them apart. Small layers cost the host as much time as large ones.
         sync_model_each_microbatch: backward ends with finished gradients (`set_model_auto_sync`).
 
     The other options are Megatron's.
@@ -213,8 +247,10 @@ def fully_shard_model(
     """
     main = mixed_precision_policy.main_params_dtype
     raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
+    strategy = strategy_named(data_parallel_sharding_strategy)
+    _raise_unit_problems(fsdp_unsharded_budget_gib, suggested_communication_unit_size, strategy)
     config = EngineConfig(
-        strategy=strategy_named(data_parallel_sharding_strategy),
+        strategy=strategy,
         policy=mixed_precision_policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
@@ -222,10 +258,19 @@ def fully_shard_model(
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
         reduce_scatter=ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER,
         offload=chunked_optimizer_state_offload,
+        prefetch_bytes=torch.bfloat16.itemsize * suggested_communication_unit_size,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
     checks = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checks else None
-    engine = engine_for(module, fsdp_unit_modules, index.domains, config, check)
+    engine = engine_for(
+        module,
+        fsdp_unit_modules,
+        index.domains,
+        config,
+        check,
+        fsdp_unsharded_budget_gib,
+        suggested_communication_unit_size,
+    )
     engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)

@@ -18,17 +18,28 @@ A unit that does not fit is left out, and smaller ones after it are tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core.config import STRATEGIES, EngineConfig, Strategy
+from ..core.engine.group import laid_out
+from ..core.engine.partition import UnitPlan
 from ..core.layout.group import GroupLayout
+from ..core.topology import Domains
 from .memory import BACKWARD_TO_STEP, LIFE, PERSISTENT, Precision, unit_bytes
 
 BUDGET_OPTION = "fsdp_unsharded_budget_gib"
 AUTO = "auto"
 """The value of the option with which the budget is found while training (`auto_budget.py`)."""
 GIB = 1 << 30
+
+NO_BUDGET = f"it must be a number of GiB of at least 0, or {AUTO!r}. Use one of them"
+NOTHING_TO_KEEP = (
+    "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
+    "'optim_grads', or set it to 0"
+)
 
 KEEPING = ("optim_grads", "optim")
 """Strategies of units that keep something: weights, then weights and gradients."""
@@ -52,6 +63,13 @@ class UnshardedUnits:
         """Number of units that keep gradients."""
         return sum(not row.shard_grads for row in self.rows)
 
+    def described(self, gib: str) -> str:
+        """The choice in words. gib: the budget."""
+        return (
+            f"unsharded over a step: weights of {self.weights} and gradients of {self.grads} of "
+            f"{len(self.rows)} units, for {self.nbytes / GIB:.3f} of {gib} GiB"
+        )
+
 
 def policy_precision(config: EngineConfig) -> Precision:
     """The inputs of the formula for memory from an engine's configuration."""
@@ -59,6 +77,13 @@ def policy_precision(config: EngineConfig) -> Precision:
     return Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype, offload=config.offload
     )
+
+
+def is_budget(value: Any) -> bool:
+    """True for a number of GiB of at least 0, and for "auto"."""
+    if value == AUTO:
+        return True
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
 
 
 def can_keep(strategy: Strategy) -> bool:
@@ -111,6 +136,29 @@ def unsharded_units(
                 rows[number] = row
                 left -= cost
     return UnshardedUnits(tuple(rows), budget - left)
+
+
+def with_unsharded_units(
+    plans: Sequence[UnitPlan], config: EngineConfig, domains: Domains, budget: int
+) -> tuple[list[UnitPlan], UnshardedUnits]:
+    """The `plans`, changed so that some units stay unsharded over a step, for `budget` bytes; and
+    which units these are. The budget is not spent on domains that stay whole anyway."""
+    if budget:
+        plans = laid_out(plans, domains, config)
+    layouts = []
+    forward_only = []
+    for at, plan in enumerate(plans):
+        own = [layout for key, layout in plan.layouts.items() if key.domain not in config.whole]
+        layouts.append(own)
+        if not plan.backward_reads_weights:
+            forward_only.append(at)
+    precision = policy_precision(config)
+    kept = unsharded_units(layouts, config.strategy, precision, budget, forward_only)
+    found = []
+    for plan, row in zip(plans, kept.rows, strict=True):
+        strategy = plan.strategy if row == config.strategy else row
+        found.append(replace(plan, strategy=strategy))
+    return found, kept
 
 
 def _keeps_more(row: Strategy, present: Strategy) -> bool:

@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.build import building
 from megatron_fsdp_adapter.build.materialize import device_of_type, materializer, own_initializer
-from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
+from megatron_fsdp_adapter.core.engine.partition import (
+    managed_params,
+    partition,
+    unit_modules,
+)
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.plain.mesh import device_type_of
 
 CHECKS = ("build/building.py", "build/materialize.py", "plain/building.py", "plain/mesh.py")
@@ -56,11 +59,8 @@ def test_parameters_of_a_unit_move_just_before_it_is_sharded(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     own = list(model.parameters())
     before = [param.data_ptr() for param in own]
-    plans = partition(
-        model,
-        unit_modules(model, lambda child: isinstance(child, nn.Linear)),
-        domain_of=lambda param, fqn: DENSE,
-    )
+    units = unit_modules(model, lambda child: isinstance(child, nn.Linear))
+    plans = partition(units, managed_params(model, units))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())
     prepare = materializer(model, plans, torch.device("cuda", 0), own_initializer)
     for number, plan in enumerate(plans[:2]):

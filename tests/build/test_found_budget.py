@@ -5,9 +5,8 @@ where memory runs out. What a given budget keeps: test_units.py."""
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,40 +14,21 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fsdp_adapter.build import auto_budget
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.gpt.changed_models import inner_model
 from tests.lib.gpt.checks import Step
-from tests.lib.gpt.gpt import Trainer, agree_on, batches, forward_step
+from tests.lib.gpt.gpt import Trainer, batches, forward_step
 from tests.lib.gpt.topologies import Topology, TopologyTrainer
 from tests.lib.gpt.units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS_GIB
 from tests.lib.gpt.variants import ZERO_1, ZERO_3, Variant, compare, marked, train
 from tests.lib.ranks.shared_ranks import on_ranks
+from tests.lib.ranks.spare_memory import agree_on, spare
 
 CHECKS = ("build/auto_budget.py", "plan/unsharded_budget.py")
 
 ALL_BYTES = int(ALL_GIB * GIB)
-
-
-@contextmanager
-def spare(nbytes: int, failing: range = range(0), on: Collection[int] = (1,)) -> Iterator[None]:
-    """Inside, the host counts as a device with memory to spare, of which the second rank has a
-    little less; `on` some ranks allocations fail ahead of the counts with numbers in `failing`."""
-    counted = itertools.count()
-    rank = torch.distributed.get_rank()
-
-    def failures(device: torch.device) -> int:
-        if rank in on:
-            return sum(at in failing for at in range(next(counted) + 1))
-        return 0
-
-    with (
-        mock.patch.object(auto_budget, "spare_memory", lambda device: nbytes - 8 * rank),
-        mock.patch.object(auto_budget, "failed_allocations", failures),
-    ):
-        yield
 
 
 def from_the_first_step(trainer: Trainer | TopologyTrainer) -> None:

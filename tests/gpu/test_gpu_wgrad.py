@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +21,9 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
+from megatron_fsdp_adapter.core.engine.partition import managed_params, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
-from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.layers import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.layers.wgrad_probe import MAKERS, Observed, ProbedPrecision
 from tests.lib.gpt.gather_full import full_values
@@ -162,13 +162,11 @@ def _ours(
     observe = functools.partial(
         wgrad_probe.observed, precisions=tuple(precisions), main_dtype=torch.float32, device=device
     )
-    names = {f"units.{i}": unit for i, unit in enumerate(model.units)}
-    plans = partition(
-        model,
-        unit_modules(model, lambda child: child in names.values()),
-        domain_of=lambda param, fqn: DENSE,
-        writer_of=lambda managed: fused_wgrad.grad_writer(managed, observe),
-    )
+    units = {f"units.{i}": unit for i, unit in enumerate(model.units)}
+    entries = []
+    for entry in managed_params(model, units):
+        entries.append(replace(entry, writer=fused_wgrad.grad_writer(entry, observe)))
+    plans = partition(units, entries)
     config = EngineConfig(
         row, MixedPrecisionPolicy(), weight_slots=slots, bucket_slots=slots, poison_buffers=True
     )

@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.partition import ROOT, partition, unit_modules
+from megatron_fsdp_adapter.core.engine.partition import (
+    ROOT,
+    managed_params,
+    partition,
+    unit_modules,
+)
 from megatron_fsdp_adapter.plan.unit_grouping import (
     JOINED_NUMEL,
     default_unit_numel,
@@ -35,11 +40,8 @@ def lists(*widths: tuple[int, ...]) -> nn.Module:
 
 def plans_of(model: nn.Module) -> Any:
     kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, Pair)
-    return partition(
-        model,
-        unit_modules(model, lambda child: isinstance(child, kinds)),
-        domain_of=lambda param, fqn: "dense",
-    )
+    units = unit_modules(model, lambda child: isinstance(child, kinds))
+    return partition(units, managed_params(model, units))
 
 
 class Pair(nn.Sequential):

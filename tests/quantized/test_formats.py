@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.partition import partition
+from megatron_fsdp_adapter.core.engine.partition import managed_params, partition
 from megatron_fsdp_adapter.core.layout import (
     BLOCK128,
     MXFP8,
@@ -62,8 +63,9 @@ def test_the_granule_is_the_strip_of_rows_that_a_kernel_stores_as_a_whole():
 def test_what_lies_whole_on_one_shard_is_said():
     module = nn.Linear(32, 40)
     module.weight = emulated_parameter(module.weight.detach(), "block128")
+    entries = [replace(one, format=format_of(one)) for one in managed_params(module)]
     with pytest.warns(UserWarning, match="parameter weight: 40 rows are no multiple of 16"):
-        plans = partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
+        plans = partition({}, entries)
     keys = list(plans[-1].groups)
     assert [key.quantized for key in keys] == [BLOCK128, None]
     assert [key.format for key in keys] == [BLOCK128, plain(torch.float32)]
@@ -73,8 +75,9 @@ def test_what_lies_whole_on_one_shard_is_said():
 def test_a_weight_without_whole_blocks_is_refused_by_name(shape):
     module = nn.Module()
     module.weight = nn.Parameter(make(shape, torch.bfloat16, quantizer_of("mxfp8"), {}))
+    entries = [replace(one, format=format_of(one)) for one in managed_params(module)]
     with pytest.raises(ValueError, match="parameter weight in format mxfp8.*no whole blocks"):
-        partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
+        partition({}, entries)
 
 
 def mine(**changes: Any) -> WeightFormat:

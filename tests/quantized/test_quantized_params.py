@@ -3,6 +3,7 @@ derived from them, and their bytes; what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_fsdp_adapter.build.description import param_rows
 from megatron_fsdp_adapter.build.same_model import model_lines
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine import hooks
-from megatron_fsdp_adapter.core.engine.partition import partition
+from megatron_fsdp_adapter.core.engine.partition import managed_params, partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.plan.memory import (
@@ -218,7 +219,9 @@ def test_autograd_keeps_the_parameter_and_no_copy_of_it(two_ranks, monkeypatch):
 def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(two_ranks):
     setup = Setup(recipe="mxfp8")
     model = make_net(setup)
-    plans = partition(model, units_of(model), domain_of=lambda *_: "dense", format_of=format_of)
+    units = units_of(model)
+    entries = [replace(one, format=format_of(one)) for one in managed_params(model, units)]
+    plans = partition(units, entries)
     lines = [line for line in model_lines(plans, setup.config) if "layers.0.up" in line]
     assert any("up.weight (96, 32) bfloat16 as mxfp8 trained" in line for line in lines)
     assert any("up.bias (96,) bfloat16 trained" in line for line in lines)

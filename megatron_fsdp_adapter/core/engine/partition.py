@@ -6,16 +6,24 @@ modules belongs to the root unit, which is always there and always last in order
 the module that has it, may have several places. If the unit module nearest above each place is the
 same, the parameter belongs to that unit, and else to the root.
 
-Within a unit, parameters that share domain, dtype and `requires_grad` form a *group*: one flat
-buffer, one launch.
+Within a unit, parameters that share domain, dtype, format and `requires_grad` form a *group*: one
+flat buffer, one launch.
+
+    entries = []
+    for entry in managed_params(module, units):
+        entries.append(replace(entry, domain=..., format=...))
+    plans = partition(units, entries)
+
+The caller decides about each parameter in such a loop: what it leaves out is not sharded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -24,6 +32,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ParamSpec
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
+from megatron_fsdp_adapter.core.topology import DENSE
 
 from .wgrad import WgradProtocol
 
@@ -73,18 +82,43 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class ManagedParam:
-    """One parameter, with all the places that hold it (`slots`) and its names there.
+    """One parameter, and what is decided about it before units are partitioned.
 
+    slots: all the places that hold it; fqns: its names there.
+    unit: the name of the unit module that is nearest above all of them; ROOT if there is none.
+    domain: the name of the ranks that share it.
     split: the dim along which the model itself split the whole tensor over the last axis of its
         mesh; None if it is whole, or if there is no such axis.
     writer: how its gradient is written.
+    format: of its compute weights, if they are quantized; None for others.
+    compute_dtype: of its compute weights; None for its own dtype, which quantized weights and
+        integers have with any value.
     """
 
     param: nn.Parameter
     fqns: tuple[str, ...]
     slots: tuple[Location, ...]
+    unit: str = ROOT
+    domain: str = DENSE
     split: int | None = None
     writer: WgradProtocol = WgradProtocol.AUTOGRAD
+    format: WeightFormat | None = None
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def key(self) -> GroupKey:
+        """The key of its group in its unit."""
+        own = self.param.dtype
+        dtype = own
+        if self.format is None and own.is_floating_point:
+            dtype = self.compute_dtype or own
+        return GroupKey(
+            domain=self.domain,
+            dtype=dtype,
+            requires_grad=self.param.requires_grad,
+            quantized=self.format,
+            given=None if dtype == own else own,
+        )
 
     @property
     def has_grads_of_its_dtype(self) -> bool:
@@ -156,18 +190,22 @@ class UnitPlan:
         return total
 
 
-def managed_params(module: nn.Module) -> list[ManagedParam]:
-    """All parameters below `module` in module order, each once with all of its places."""
+def managed_params(
+    module: nn.Module, units: Mapping[str, nn.Module] = MappingProxyType({})
+) -> list[ManagedParam]:
+    """All parameters below `module` in module order, each once with all of its places, and with
+    its unit of `units`, which are name and module of each."""
     places: dict[nn.Parameter, list[tuple[str, Location]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:
                 fqn = f"{module_name}.{name}" if module_name else name
                 places.setdefault(param, []).append((fqn, (owner, name)))
+    around = _units_around(module, units)
     found = []
     for param, own in places.items():
         fqns, slots = zip(*own, strict=True)
-        found.append(ManagedParam(param, fqns, slots))
+        found.append(ManagedParam(param, fqns, slots, unit=_owner(slots, around)))
     return found
 
 
@@ -191,6 +229,13 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
     return True
 
 
+def units_that_look_up(
+    units: Mapping[str, nn.Module], classes: Collection[type[nn.Module]]
+) -> list[str]:
+    """The names of the units whose backward reads no weights (`only_looks_up`)."""
+    return [name for name, unit in units.items() if only_looks_up(unit, classes)]
+
+
 def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, set[str]]:
     """The innermost units around each module's places, by its id; ROOT for a place in no unit."""
     names = {id(unit): name for name, unit in units.items()}
@@ -205,73 +250,40 @@ def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int
     return found
 
 
-def _owner(managed: ManagedParam, around: Mapping[int, set[str]]) -> str:
-    """The name of the unit that is innermost around all places of the parameter; ROOT if those
-    differ. around: of `_units_around`."""
+def _owner(slots: Iterable[Location], around: Mapping[int, set[str]]) -> str:
+    """The name of the unit that is innermost around all the places; ROOT if those differ. around:
+    of `_units_around`."""
     owners: set[str] = set()
-    for holder, _ in managed.slots:
+    for holder, _ in slots:
         owners |= around[id(holder)]
     return owners.pop() if len(owners) == 1 else ROOT
 
 
 def partition(
-    module: nn.Module,
-    units: dict[str, nn.Module],
-    *,
-    domain_of: Callable[[nn.Parameter, str], str],
-    backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
-    split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
-    writer_of: Callable[[ManagedParam], WgradProtocol] = lambda managed: WgradProtocol.AUTOGRAD,
-    manages: Callable[[ManagedParam], bool] = lambda managed: True,
-    format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
-    compute_dtype_of: Callable[[str], torch.dtype | None] = lambda unit: None,
+    units: Mapping[str, nn.Module],
+    entries: Iterable[ManagedParam],
+    forward_only: Collection[str] = (),
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
     Args:
-        module: the module tree.
         units: name and module of each unit, as from `unit_modules`.
-        domain_of: the domain of a parameter, from the parameter and its first name.
-        backward_reads_weights: whether a unit module's backward reads its weights.
-        split_of: `ManagedParam.split` of a parameter, from the same.
-        writer_of: `ManagedParam.writer` of a parameter.
-        manages: whether a parameter is to be sharded at all; others stay as they are.
-        format_of: the format of a quantized parameter; None for others.
-        compute_dtype_of: by the name of a unit, the dtype of the compute weights of its
-            floating-point parameters that are not quantized; None for each parameter's own.
+        entries: the parameters to shard, of `managed_params` with the same units.
+        forward_only: names of units whose backward reads no weights, as from `units_that_look_up`.
 
     Raises:
         ValueError: a parameter cannot be represented in its format.
     """
-    params = [managed for managed in managed_params(module) if manages(managed)]
     plans = {}
     for name, child in units.items():
-        reads = backward_reads_weights(child)
         outside = [other for other in units if name.startswith(f"{other}.")]
+        reads = name not in forward_only
         plans[name] = UnitPlan(name, child, backward_reads_weights=reads, inside=len(outside))
     plans[ROOT] = UnitPlan(ROOT, None)
-    around = _units_around(module, units)
-    for managed in params:
-        param = managed.param
-        fqn = managed.fqns[0]
-        format = format_of(managed)
-        if format is not None:
-            _check_format(format, managed)
-        plan = plans[_owner(managed, around)]
-        own = param.dtype
-        dtype = own
-        if format is None and own.is_floating_point:
-            dtype = compute_dtype_of(plan.name) or own
-        key = GroupKey(
-            domain=domain_of(param, fqn),
-            dtype=dtype,
-            requires_grad=param.requires_grad,
-            quantized=format,
-            given=None if dtype == own else own,
-        )
-        split = split_of(param, fqn)
-        entry = replace(managed, split=split, writer=writer_of(managed))
-        plan.groups.setdefault(key, []).append(entry)
+    for entry in entries:
+        if entry.format is not None:
+            _check_format(entry.format, entry)
+        plans[entry.unit].groups.setdefault(entry.key, []).append(entry)
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]
 
 

@@ -18,32 +18,29 @@ import torch
 
 from ...core.engine.partition import ManagedParam
 from ...core.engine.wgrad import WgradProtocol
-from ...quantized import format_of
 from ..options.rules import is_on
 from .wgrad_probe import Observed
 
+Observe = Callable[[Any, torch.dtype, bool], Observed]
+"""Returns what a module does to `main_grad`. Takes the module, the dtype of its weights, and True
+if they are quantized."""
 
-def grad_writer(
-    managed: ManagedParam,
-    observe: Callable[[Any, torch.dtype, bool], Observed] | None,
-) -> WgradProtocol:
-    """The protocol by which the gradient of `managed` is written.
+
+def grad_writer(managed: ManagedParam, observe: Observe) -> WgradProtocol:
+    """The protocol by which the gradient of `managed` is written, if weight gradients are fused
+    (`gradient_accumulation_fusion`).
 
     It follows from the modules that hold the parameter. Modules write only gradients of matrices.
     Where holders differ, all of them add to a zeroed bucket. The engine adds gradients that come
     from autograd as well.
 
-    Args:
-        observe: returns what a module does to `main_grad`; takes the module, the dtype of its
-            weights, and True if they are quantized. None without `gradient_accumulation_fusion`.
-
     Raises:
         ValueError: a module that neither adds nor overwrites as its flag asks.
     """
     param = managed.param
-    if observe is None or param.ndim != 2 or not param.requires_grad:
+    if param.ndim != 2 or not param.requires_grad:
         return WgradProtocol.AUTOGRAD
-    is_quantized = format_of(managed) is not None
+    is_quantized = managed.format is not None
     writers = set()
     for owner, _ in managed.slots:
         if fuses(owner):

@@ -8,7 +8,6 @@ and the row in `docs/flags.md` (`tests/lib/megatron/option_pages.py`).
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
-from ...plan.unsharded_budget import AUTO, can_keep
+from ...plan.unsharded_budget import AUTO, NO_BUDGET, NOTHING_TO_KEEP, can_keep, is_budget
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, Rules, is_on, off
 
@@ -155,11 +154,7 @@ def _sums_in_vain(sums: Any, config: Any) -> bool:
 
 
 def _is_no_budget(value: Any, config: Any) -> bool:
-    if value == AUTO:
-        return False
-    gib = value or 0.0
-    is_number = isinstance(gib, (int, float))
-    return not (is_number and math.isfinite(gib) and gib >= 0)
+    return not is_budget(value or 0.0)
 
 
 def _finds_budget_of_slots(value: Any, config: Any) -> bool:
@@ -385,21 +380,18 @@ OPTIONS: tuple[Option, ...] = (
         "that is free in the first steps (docs/design_weights.md)",
         use="several microbatches and memory to spare "
         "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
-        some_strategies=True,
+        plain=BUDGET, some_strategies=True,
         excludes={LAYERS: (
             "a graph overwrites the bucket in every backward, but unsharded units accumulate into "
             "it"
         )},
         refused=(
-            (_is_no_budget,
-             "it must be a number of GiB of at least 0, or 'auto'. Use one of them"),
+            (_is_no_budget, NO_BUDGET),
             (_finds_budget_of_slots,
              "'auto' needs units with buffers of their own, but units share fixed buffers. Use a "
              "number of GiB",
              "fixed buffers"),
-            (_keeps_what_is_whole,
-             "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
-             "'optim_grads', or set it to 0"),
+            (_keeps_what_is_whole, NOTHING_TO_KEEP),
         ),
     ),
     Option(

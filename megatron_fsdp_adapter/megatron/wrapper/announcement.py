@@ -71,11 +71,7 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
     if plan.budget is None:
         yield f"units stay unsharded over a step as memory allows ({BUDGET_OPTION}={AUTO!r})"
     elif plan.budget:
-        kept = plan.kept
-        yield (
-            f"unsharded over a step: weights of {kept.weights} and gradients of {kept.grads} of "
-            f"{len(kept.rows)} units, for {kept.nbytes / GIB:.3f} of {plan.budget / GIB:g} GiB"
-        )
+        yield plan.kept.described(f"{plan.budget / GIB:g}")
 
 
 def _quantized(groups: list[ParamGroup], config: Any) -> str:

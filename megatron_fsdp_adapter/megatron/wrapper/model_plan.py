@@ -1,4 +1,4 @@
-"""The plan of a model: its units, their layouts and strategies. It is made before any parameter
+"""The plan of a model: its units, their parameters and strategies. It is made before any parameter
 moves."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.partition import UnitPlan
 from ...core.topology import Domains
 from ...plan.unit_grouping import group_layers, layer_numels
-from ...plan.unsharded_budget import UnshardedUnits
+from ...plan.unsharded_budget import UnshardedUnits, with_unsharded_units
 from ..options import ddp_options
 from ..options import unit_size as unit_grouping
 from ..options.rules import is_on
 from ..options.table import GATHER_PARTS
 from .arguments import Arguments
 from .domains import domains_of, whole_domains_of
-from .units import chosen_units, plan_units, with_unsharded_units
+from .units import chosen_units, plan_units, with_writers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ModelPlan:
     """All decisions about a model's sharding.
 
     Attributes:
-        units: with their groups and layouts, the root last. config: of the engine. domains: by
+        units: with their groups and strategies, the root last. config: of the engine. domains: by
             name.
         classes: names of the classes that are units, sorted.
         kept: the units that stay unsharded over a step, chosen for `budget` bytes.
@@ -50,14 +50,16 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     config = given.config
     ddp_config = given.ddp_config
     units = chosen_units(given.module, given.unit_classes, is_on(ddp_config, GATHER_PARTS))
-    engine_config = ddp_options.engine_config(ddp_config)
-    by_name = domains_of(index)
-    plans = plan_units(given, units, engine_config)
+    plans = plan_units(given, units)
     # Layers are not grouped if the user names the classes that are units.
     layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
-    engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))
+    by_name = domains_of(index)
+    may_stay_whole = whole_domains_of(config)
+    engine_config = ddp_options.engine_config(ddp_config)
+    engine_config = with_single_rank_domains(engine_config, by_name, may_stay_whole)
     budget = ddp_options.unsharded_budget(config, ddp_config)
-    plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget or 0)
+    plans, kept = with_unsharded_units(plans, engine_config, by_name, budget or 0)
+    plans = with_writers(plans, given, engine_config)
     classes = sorted({type(unit).__name__ for unit in units.values()})
     return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

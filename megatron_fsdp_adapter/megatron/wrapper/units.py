@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,22 +15,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ...core.config import EngineConfig
-from ...core.engine.group import laid_out
 from ...core.engine.partition import (
     UnitPlan,
     managed_params,
-    only_looks_up,
     partition,
     unit_modules,
+    units_that_look_up,
 )
-from ...core.topology import Domains
 from ...plan.unit_classes import classes_of
-from ...plan.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
 from ...quantized import format_of
 from ..layers.activation_offload import FINE_GRAINED
-from ..layers.fused_wgrad import asks_fusion, grad_writer
+from ..layers.fused_wgrad import Observe, asks_fusion, grad_writer
 from ..layers.wgrad_probe import (
-    Observed,
     observed,
     precisions_of,
     quantized_precision,
@@ -119,73 +115,55 @@ def chosen_units(
     return unit_modules(module, lambda child: isinstance(child, named))
 
 
-def plan_units(given: Arguments, units: Modules, engine_config: EngineConfig) -> list[UnitPlan]:
-    """The plan of the units: the group of each parameter, and how its gradient is written. Marks
-    each parameter with the way in which tensor parallelism splits it.
-
-    ValueError: a module whose fused weight gradients cannot be used.
-    """
-    for managed in managed_params(given.module):
-        param = managed.param
-        owner, name = managed.slots[0]
+def plan_units(given: Arguments, units: Modules) -> list[UnitPlan]:
+    """The plan of the units: the group of each parameter. Marks each parameter with the way in
+    which tensor parallelism splits it."""
+    entries = []
+    for entry in managed_params(given.module, units):
+        param = entry.param
+        fqn = entry.fqns[0]
+        owner, name = entry.slots[0]
         mark_tensor_parallel(param, tensor_parallel_mode(param, owner, name))
-    return partition(
-        given.module,
-        units,
-        domain_of=domain_name,
-        backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
-        split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
-        writer_of=functools.partial(grad_writer, observe=_observer(given, engine_config)),
-        manages=lambda managed: given.manages(managed.fqns[0]),
-        format_of=format_of,
-    )
+        if not given.manages(fqn):
+            continue  # it stays as it is
+        entry = replace(
+            entry,
+            domain=domain_name(param, fqn),
+            split=getattr(param, "_tp_partition_dim", None),
+            format=format_of(entry),
+        )
+        entries.append(entry)
+    return partition(units, entries, units_that_look_up(units, LOOK_UPS))
 
 
-def with_unsharded_units(
-    plans: Sequence[UnitPlan],
-    given: Arguments,
-    engine_config: EngineConfig,
-    domains: Domains,
-    budget: int,
-) -> tuple[list[UnitPlan], UnshardedUnits]:
-    """The `plans`, changed so that some units stay unsharded over a step, for `budget` bytes; and
-    which units these are.
+def with_writers(
+    plans: Sequence[UnitPlan], given: Arguments, engine_config: EngineConfig
+) -> list[UnitPlan]:
+    """The `plans` with the writer of each gradient (`grad_writer`).
 
-    The budget is not spent on domains that stay whole anyway. Where gradients stay unsharded,
-    modules write weight gradients into kept buckets, so `writer` is determined again there."""
-    plans = laid_out(plans, domains, engine_config)
-    layouts = [
-        [layout for key, layout in plan.layouts.items() if key.domain not in engine_config.whole]
-        for plan in plans
-    ]
-    precision = policy_precision(engine_config)
-    forward_only = [at for at, plan in enumerate(plans) if not plan.backward_reads_weights]
-    kept = unsharded_units(layouts, engine_config.strategy, precision, budget, forward_only)
+    That depends on the dtype of the buffer that modules write into, and so on the strategy of the
+    unit. ValueError: a module whose fused weight gradients cannot be used."""
+    if not asks_fusion(given.config):
+        return list(plans)  # autograd writes all of them
+    observers: dict[torch.dtype, Observe] = {}
     found = []
-    for plan, row in zip(plans, kept.rows, strict=True):
-        if row != engine_config.strategy:
-            plan = replace(plan, strategy=row)
-        groups = dict(plan.groups)
+    for plan in plans:
+        groups = {}
         for key, managed in plan.groups.items():
             own = engine_config.for_group(plan.strategy, key.domain)
-            if own.strategy.shard_grads == engine_config.strategy.shard_grads:
-                continue
-            observe = _observer(given, own)
+            policy = own.policy
+            written = policy.comm_dtype if own.strategy.shard_grads else policy.grads_dtype
+            if written not in observers:
+                observers[written] = _observer(given, written)
+            observe = observers[written]
             groups[key] = [replace(entry, writer=grad_writer(entry, observe)) for entry in managed]
         found.append(replace(plan, groups=groups))
-    return found, kept
+    return found
 
 
-def _observer(
-    given: Arguments, engine_config: EngineConfig
-) -> Callable[[nn.Module, torch.dtype, bool], Observed] | None:
-    """A function that returns what a module does to `main_grad` under this config (`observed`);
-    None without fused gradients."""
+def _observer(given: Arguments, written: torch.dtype) -> Observe:
+    """A function that returns what a module does to a `main_grad` of the dtype `written`."""
     config = given.config
-    if not asks_fusion(config):
-        return None
-    policy = engine_config.policy
-    written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return functools.partial(
         observed,
         precisions=precisions_of(config),

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.comm.all_to_all_sum import launch
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
+from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, managed_params, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.topology import (
     OUTER_DIM,
@@ -182,29 +182,25 @@ def _build(
     model = unit_model(units, runtime, DTYPE)
     of_domain: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
-    reads: dict[int, bool] = {}
+    forward_only = []
     names = {ROOT: ROOT}
     for index, (child, unit) in enumerate(zip(model, units, strict=True)):
         number = str(index)
         names[number] = unit.name
-        reads[id(child)] = unit.backward_reads_weights
+        if not unit.backward_reads_weights:
+            forward_only.append(number)
         if unit.name != ROOT and unit.params:
             modules[number] = child
         for fqn, _, domain in unit.params:
             of_domain[f"{number}.{flat_name(fqn)}"] = domain
 
-    def writer_of(managed: Any) -> WgradProtocol:
-        if chosen.fused and managed.param.ndim > 1:
-            return WgradProtocol.OVERWRITES
-        return WgradProtocol.AUTOGRAD
-
-    partitioned = partition(
-        model,
-        modules,
-        domain_of=lambda param, fqn: of_domain[fqn],
-        backward_reads_weights=lambda module: reads[id(module)],
-        writer_of=writer_of,
-    )
+    entries = []
+    for entry in managed_params(model, modules):
+        entry = replace(entry, domain=of_domain[entry.fqns[0]])
+        if chosen.fused and entry.param.ndim > 1:
+            entry = replace(entry, writer=WgradProtocol.OVERWRITES)
+        entries.append(entry)
+    partitioned = partition(modules, entries, forward_only)
     plans = []
     for plan in group_layers(partitioned, unit_numel):
         name = TO.join(names[one] for one in plan.name.split(TO))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_fsdp_adapter.core.engine.partition import (
     partition,
     unit_modules,
 )
+from megatron_fsdp_adapter.core.layout.format import PER_TENSOR
 
 CHECKS = ("core/engine/partition.py",)
 
@@ -28,11 +30,10 @@ class Block(nn.Module):
         self.inner = nn.ModuleList(children)
 
 
-def plans_of(module: nn.Module, units: dict[str, nn.Module] | None = None, **options):
-    if units is None:
-        units = unit_modules(module, lambda child: isinstance(child, Block))
+def plans_of(module: nn.Module):
+    units = unit_modules(module, lambda child: isinstance(child, Block))
     found = {}
-    for plan in partition(module, units, domain_of=lambda param, name: "d", **options):
+    for plan in partition(units, managed_params(module, units)):
         found[plan.name] = [
             list(entry.fqns) for managed in plan.groups.values() for entry in managed
         ]
@@ -115,10 +116,12 @@ def test_groups_share_domain_dtype_and_requires_grad():
     frozen.weight.requires_grad_(False)
     narrow.to(torch.bfloat16)
 
-    def domain_of(param, name):
-        return "other" if name.endswith("own") else "d"
-
-    plans = partition(nn.Sequential(block), {"0": block}, domain_of=domain_of)
+    units = {"0": block}
+    entries = []
+    for entry in managed_params(nn.Sequential(block), units):
+        domain = "other" if entry.fqns[0].endswith("own") else "d"
+        entries.append(replace(entry, domain=domain))
+    plans = partition(units, entries)
     found = {}
     for key, managed in plans[0].groups.items():
         names = [entry.fqns[0] for entry in managed]
@@ -129,6 +132,34 @@ def test_groups_share_domain_dtype_and_requires_grad():
         ("d", torch.float32, True): ["0.inner.0.bias"],
         ("d", torch.bfloat16, True): ["0.inner.1.weight", "0.inner.1.bias"],
     }
+
+
+COMPUTE_DTYPES = {
+    "the caller's": ({"compute_dtype": torch.bfloat16}, (torch.bfloat16, torch.float32)),
+    "its own": ({}, (torch.float32, None)),
+    "its own again": ({"compute_dtype": torch.float32}, (torch.float32, None)),
+    "quantized": ({"compute_dtype": torch.bfloat16, "format": PER_TENSOR}, (torch.float32, None)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTE_DTYPES)
+def test_the_dtype_of_compute_weights_is_the_callers_for_plain_floats_alone(name):
+    decided, expected = COMPUTE_DTYPES[name]
+    [entry] = managed_params(matrix())
+    key = replace(entry, **decided).key
+    assert (key.dtype, key.given) == expected
+    assert key.quantized is decided.get("format")
+
+
+def test_what_is_left_out_is_in_no_plan_and_a_unit_may_read_no_weights_in_backward():
+    table = nn.Embedding(5, 3)
+    module = nn.Sequential(table, Block(matrix()))
+    units = {"0": table, "1": module[1]}
+    entries = [entry for entry in managed_params(module, units) if entry.fqns != ("1.own",)]
+    plans = partition(units, entries, ["0"])
+    names = [one.fqns[0] for plan in plans for managed in plan.groups.values() for one in managed]
+    assert names == ["0.weight", "1.inner.0.weight"]
+    assert [plan.backward_reads_weights for plan in plans] == [False, True, True]
 
 
 def _table(**attributes: Any) -> nn.Module:

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.build.shard_attributes import mark_shard
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam, managed_params, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
@@ -282,20 +282,19 @@ def build(
     began = began_with(model)
     rig = Rig(setup, model, runtime, None)  # type: ignore[arg-type]
 
-    def domain_of(param: nn.Parameter, fqn: str) -> str:
-        return EXPERT if setup.split and ".down." in fqn else DENSE
-
-    def backward_reads_weights(unit: nn.Module) -> bool:
-        return not isinstance(unit, nn.Embedding)
-
-    plans = partition(
-        model,
-        {} if setup.one_unit else units_of(model),
-        domain_of=domain_of,
-        backward_reads_weights=backward_reads_weights,
-        writer_of=lambda managed: writer_of(setup, managed),
-        format_of=format_of,
-    )
+    units = {} if setup.one_unit else units_of(model)
+    entries = []
+    for entry in managed_params(model, units):
+        is_expert = setup.split and ".down." in entry.fqns[0]
+        entry = replace(
+            entry,
+            domain=EXPERT if is_expert else DENSE,
+            writer=writer_of(setup, entry),
+            format=format_of(entry),
+        )
+        entries.append(entry)
+    forward_only = [name for name, unit in units.items() if isinstance(unit, nn.Embedding)]
+    plans = partition(units, entries, forward_only)
     plans = group_layers(plans, setup.joined)
     if setup.own:
         turn = itertools.cycle(setup.own)

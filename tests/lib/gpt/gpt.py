@@ -6,7 +6,7 @@ The step is Megatron's own: core's schedule, `finalize_model_grads`, clipping an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -211,14 +211,6 @@ class Trainer:
             return full_all({name: param.grad for name, param in named if param.requires_grad})
         found = put_together(named, self.optimizer, lambda p, rows: p.main_grad.reshape(-1)[rows])
         return {name: grad.cpu() for name, grad in found.items()}
-
-
-def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
-    """Has engines that find a budget keep units for `nbytes` from the first step on, until the
-    ranks agree on what they have measured."""
-    for chunk in chunks:
-        chunk.engine.budget.agreed = nbytes
-        chunk.engine.budget.most = nbytes
 
 
 def give_up(ddp: DistributedDataParallel) -> None:

@@ -32,7 +32,7 @@ from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 from tests.lib.gpt.exact import U_FLOAT32, gamma
 from tests.lib.gpt.gather_full import main_piece, put_together, shard_groups
-from tests.lib.gpt.gpt import agree_on, ddp_config, give_up
+from tests.lib.gpt.gpt import ddp_config, give_up
 from tests.lib.gpt.topologies import (
     TopologyTrainer,
     init_topology,
@@ -41,6 +41,7 @@ from tests.lib.gpt.topologies import (
     wrapped,
 )
 from tests.lib.gpu.captured import forget_graphs
+from tests.lib.ranks.spare_memory import agree_on
 
 from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive, movement_of
 from .model import case_of, chunk_of, config_of, topology_of

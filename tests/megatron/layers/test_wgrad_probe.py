@@ -278,5 +278,4 @@ def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write(
 ) -> None:
     looks = mock.Mock()
     assert grad_writer(_managed(owner, **options), looks) is WgradProtocol.AUTOGRAD
-    assert grad_writer(_managed(OWNER), None) is WgradProtocol.AUTOGRAD
     looks.assert_not_called()
