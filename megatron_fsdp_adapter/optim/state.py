@@ -93,13 +93,22 @@ def moments_of(optimizer: Any) -> tuple[str, ...]:
 
 def is_known(optimizer: Any) -> bool:
     """True if `make_state` makes the state that the optimizer's first step would make."""
+    if moments_of(optimizer) == SGD and any(map(_is_dampened, optimizer.param_groups)):
+        return False
     return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
+
+
+def _is_dampened(group: GroupOptions) -> bool:
+    """True if a group of SGD has momentum that no zeros can stand for before the first step. It
+    begins as the whole first gradient, and `dampening` reduces later gradients only."""
+    return group["momentum"] != 0 and group.get("dampening", 0) != 0
 
 
 def _init_momentum(optimizer: Any, group: GroupOptions) -> None:
     """Makes momentum of zeros. torch's begins as the first gradient, which a step without dampening
-    makes of zeros. With momentum=0 torch's keeps nothing; the fused one keeps a buffer."""
-    if group["momentum"] == 0 and is_torch_optimizer(optimizer):
+    makes of zeros; with dampening none is made. With momentum=0 torch's keeps nothing; the fused
+    one keeps a buffer."""
+    if _is_dampened(group) or (group["momentum"] == 0 and is_torch_optimizer(optimizer)):
         return
     for local in group["params"]:
         state = optimizer.state[local]

@@ -158,6 +158,11 @@ def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) ->
     cut = split_halves(own, params, halved)
     assert list(cut) == ["fc_w", "fc_v"]
     assert join_halves(cut, own, params, halved)["fc"]["exp_avg"] is value
+    for half in cut:
+        uneven = {name: dict(entry) for name, entry in cut.items()}
+        uneven[half]["exp_avg_sq"] = uneven[half]["exp_avg"]
+        with pytest.raises(ValueError, match=r"of \('_w', '_v'\) has no \['exp_avg_sq'\]"):
+            join_halves(uneven, own, params, halved)
     del cut["fc_v"]
     with pytest.raises(ValueError, match=r"fc: one of \('_w', '_v'\) is missing"):
         join_halves(cut, own, params, halved)

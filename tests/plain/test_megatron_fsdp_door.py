@@ -210,6 +210,24 @@ def test_state_of_optimizers(rank: int, world: int) -> None:
         assert kept == _state_keys(optimizer), make
 
 
+@on_ranks(1)
+def test_dampened_momentum_begins_as_the_first_gradient(rank: int) -> None:
+    """As torch's does: zeros made before it would dampen that gradient too."""
+    found = []
+    for strategy in (None, "optim_grads_params"):
+        side = Side(rank, 1, strategy)
+        model = side.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.5)
+        if strategy is not None:
+            with pytest.warns(UserWarning, match="optimizer=SGD: state_dict"):
+                optimizer = door.fully_shard_optimizer(optimizer)
+            assert _state_keys(optimizer) == []
+        for step in range(2):
+            side.step(model, optimizer, step)
+        found.append(side.weights())
+    near(found[1], found[0], "dampened")
+
+
 @on_ranks(2)
 def test_members(rank: int, world: int) -> None:
     model, _ = sharded(world)

@@ -80,8 +80,8 @@ def join_halves(
     and nothing is copied.
 
     Raises:
-        ValueError: a parameter has only one half; in place of a sharded tensor a half is no
-            DTensor, or its shard has another shape than here.
+        ValueError: a parameter has only one half; a field is in one half only; in place of a
+            sharded tensor a half is no DTensor, or its shard has another shape than here.
     """
     whole = {name: dict(entry) for name, entry in state.items() if not _is_half(name, halved)}
     for name in halved:
@@ -90,6 +90,12 @@ def join_halves(
             continue
         if first is None or second is None:
             raise ValueError(f"optimizer state of {name}: one of {HALVES} is missing")
+        if first.keys() != second.keys():
+            raise ValueError(
+                f"optimizer state of {name}: one of {HALVES} has no "
+                f"{sorted(first.keys() ^ second.keys())}. Load a checkpoint that has the same "
+                "state of both halves"
+            )
         whole[name] = {
             field: _join_field(name, field, (value, second[field]), own[name], params[name])
             for field, value in first.items()
