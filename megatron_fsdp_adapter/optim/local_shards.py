@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,15 +51,18 @@ def set_options(group: GroupOptions, options: GroupOptions) -> None:
     group.update(options_of(options))
 
 
-Clip = tuple[
-    Callable[[list[LocalPair]], None], Callable[[torch.device], torch.Tensor | None] | None
-]
-"""Two functions that clip gradients.
+class Clip(Protocol):
+    """A clip of gradients whose norms are known."""
 
-- The first one clips the gradients of pairs in place.
-- The second one returns a float32 number on a device that multiplies all gradients, or None for 1.
-  None stands in its place if gradients have different numbers.
-"""
+    @property
+    def has_one_factor(self) -> bool:
+        """True if one number multiplies all gradients."""
+
+    def factor(self, device: torch.device) -> torch.Tensor | None:
+        """The one factor, a float32 number on a device; None for 1."""
+
+    def apply(self, pairs: Sequence[LocalPair]) -> None:
+        """Clips the gradients of some local tensors, in place."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,6 @@ class LocalShards:
         self.state: dict[torch.Tensor, StateEntry] = defaultdict(dict)
         # The memory of the state while it is released; None if it never was.
         self.parked: HostStash | None = None
-        # Whether a step is the first to read clipped gradients, and so may clip them itself.
-        self.step_follows = False
         # The clip that is left to the next step.
         self.clip: Clip | None = None
         # By number of a group that was updated in front of the inner optimizer's own step: the
@@ -371,29 +372,36 @@ class LocalShards:
         for _, local in self.every:
             setattr(local, self._grad_name, None)
 
-    def clip_grads(self, clip: Clip) -> None:
-        """Clips gradients: in the next step, if nothing reads them before and the step can clip
-        (`_step_clips`); else now."""
-        if self.step_follows and self._step_clips(clip):
-            self.clip = clip
-            return
-        apply, _ = clip
-        self.set_local_grads()
-        apply(self.every)
-        self.clear_local_grads()
+    def clip_grads(self, clip: Clip, step_follows: bool) -> None:
+        """Clips gradients: now or, if the step can (`_step_clips`), in the step.
+
+        step_follows: True if a step comes next, or else a call of `clip_now`."""
+        self.clip = clip
+        if not (step_follows and self._step_clips(clip)):
+            self.clip_now()
 
     def _step_clips(self, clip: Clip) -> bool:
         """True if a step can clip by `clip`: in its kernel, or each part with its update."""
         if not self.every or self.rule is not INNER:
             return False
-        _, factor = clip
-        in_kernel = self.fused_step is not None and factor is not None
+        in_kernel = self.fused_step is not None and clip.has_one_factor
         return in_kernel or (self.residency.on_host and self.residency.may_be_late)
 
     def clip_now(self) -> None:
-        """Applies a deferred clip: gradients are read before a step, or no step has come."""
+        """Applies the clip that was left to a step: gradients are read before it, or it was left
+        out."""
         clip = self.clip
         self.clip = None
-        self.step_follows = False  # so that `clip_grads` does not defer it again
         if clip is not None:
-            self.clip_grads(clip)
+            self.set_local_grads()
+            clip.apply(self.every)
+            self.clear_local_grads()
+
+    def take_clip(self) -> Clip | None:
+        """The clip that the step's parts apply; None if there is none, or if the kernel has it."""
+        clip = self.clip
+        self.clip = None
+        if clip is None or self.fused_step is None or not clip.has_one_factor:
+            return clip
+        self.fused_step.clip = clip.factor(self.every[0][1].device)
+        return None

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .fused_adam import install
-from .local_shards import INNER, LocalShards, UpdateRule, options_of, set_options
+from .local_shards import INNER, Clip, LocalShards, UpdateRule, options_of, set_options
 from .residency import Part, Residency
 from .state import (
     COUNT,
@@ -66,17 +66,14 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
         residency.finish_updates()
         shards.enter(optimizer)
         shards.set_local_grads()
-        _clip_in_kernel(shards)
+        clip = shards.take_clip()
         if residency.on_host:
-            _update_parts(optimizer, shards)
+            _update_parts(optimizer, shards, clip)
         else:
             _update_by_rule(shards, groups)
     except BaseException:
         shards.results = {}
         if residency.on_host:
-            # Parts may have been clipped, and `clip_now` must not clip them twice. On the device a
-            # clip that is still here has not been applied, and `clip_now` applies it.
-            shards.clip = None
             residency.give_up()
         raise
     finally:
@@ -85,16 +82,6 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
         # So that the inner optimizer's own step, which follows, does not update this group again.
         # `leave` gives the parameters back.
         groups[number]["params"] = []
-
-
-def _clip_in_kernel(shards: LocalShards) -> None:
-    """Hands the clip over to a kernel of ours, if one number multiplies all gradients."""
-    if shards.fused_step is None or shards.clip is None:
-        return
-    _, factor = shards.clip
-    if factor is not None:
-        shards.fused_step.clip = factor(shards.every[0][1].device)
-        shards.clip = None
 
 
 def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
@@ -109,21 +96,22 @@ def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None
     shards.results = results
 
 
-def _update_parts(optimizer: Any, shards: LocalShards) -> None:
+def _update_parts(optimizer: Any, shards: LocalShards, clip: Clip | None) -> None:
     """Updates all groups, one unit at a time. `_update_part` notes the options after the step."""
     residency = shards.residency
     before = [options_of(group) for group in optimizer.param_groups]
-    residency.run(functools.partial(_update_part, optimizer, before))
+    residency.run(functools.partial(_update_part, optimizer, before, clip))
     for number, group in enumerate(optimizer.param_groups):
         # For groups without a part, which are left to the inner optimizer's own step.
         set_options(group, before[number])
         group["params"] = shards.params_for_inner(number)
     if not residency.may_be_late:
         residency.finish_updates()
-    shards.clip = None  # each part has been clipped with its update
 
 
-def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> None:
+def _update_part(
+    optimizer: Any, before: Sequence[GroupOptions], clip: Clip | None, part: Part
+) -> None:
     """Clips and updates one unit, and casts its main weights.
 
     before: the options of each group in front of the step. Each unit's update begins with them, as
@@ -131,9 +119,8 @@ def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> 
     shards: LocalShards = optimizer._fsdp_shards
     for group, options in zip(optimizer.param_groups, before, strict=True):
         set_options(group, options)
-    if shards.clip is not None:
-        apply, _ = shards.clip
-        apply([pair for pairs in part.pairs for pair in pairs])
+    if clip is not None:
+        clip.apply([pair for pairs in part.pairs for pair in pairs])
     part.give_to(optimizer)
     # The step inside torch's hooks and `_ending`: these run once, around all parts.
     step = inspect.unwrap(

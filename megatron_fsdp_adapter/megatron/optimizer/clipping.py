@@ -6,7 +6,8 @@ them anyway."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.params import ParamPair
 from ...core.topology import TP_DIM
-from ...optim.local_shards import Clip, LocalPair, LocalShards
+from ...optim.local_shards import LocalPair, LocalShards
 from ...state.module_weights import ModuleWeight
 from ..compat import core_api
 from ..compat.patches import Original
@@ -175,40 +176,48 @@ def params_norm(original: Original, model: Any, *args: Any, **kwargs: Any) -> fl
 # Clipping, and the step after it.
 
 
-def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) -> Clip:
-    """A clip of each group's gradients to the norm `largest`.
+@dataclass(frozen=True)
+class ClipToNorm:
+    """A clip of gradients to a norm, by core's own function (`local_shards.Clip`)."""
 
-    norms: by group, None for the model's; numbers, or tensors on the device. decoupled: gradients
-    are in `decoupled_grad`, where FusedAdam reads those of other dtypes.
-    """
+    # By group of parameters, None for the model: its norm, a number or a tensor on the device.
+    norms: Mapping[str | None, Any]
+    # The norm that they are clipped to.
+    largest: float
+    # Whether gradients are in `decoupled_grad`, where FusedAdam reads those of other dtypes.
+    decoupled: bool
 
-    def apply(pairs: list[LocalPair]) -> None:
-        for group, norm in norms.items():
-            clipped = [
-                local
-                for param, local in pairs
-                if local.numel() > 0 and core_api.norm_group(param) == group
-            ]
-            if clipped:
-                clip_grad_by_total_norm_fp32(clipped, largest, norm, use_decoupled_grad=decoupled)
+    @property
+    def has_one_factor(self) -> bool:
+        """True if no group has a norm of its own."""
+        return len(self.norms) == 1
 
-    def factor(device: torch.device) -> torch.Tensor | None:
+    def factor(self, device: torch.device) -> torch.Tensor | None:
         """The number that multiplies all gradients, computed as core does; None for 1."""
-        ratio = largest / (norms[None] + EPS)
+        ratio = self.largest / (self.norms[None] + EPS)
         if isinstance(ratio, torch.Tensor):
             return ratio.clamp_max(1.0)
         if ratio >= 1.0:
             return None
         return torch.full((), ratio, device=device)
 
-    if len(norms) > 1:  # no single factor for all gradients
-        return apply, None
-    return apply, factor
+    def apply(self, pairs: Sequence[LocalPair]) -> None:
+        """Clips the gradients of each group by its own norm."""
+        for group, norm in self.norms.items():
+            clipped = [
+                local
+                for param, local in pairs
+                if local.numel() > 0 and core_api.norm_group(param) == group
+            ]
+            if clipped:
+                clip_grad_by_total_norm_fp32(
+                    clipped, self.largest, norm, use_decoupled_grad=self.decoupled
+                )
 
 
 def clip(original: Original, self: Any, clip_grad: float) -> Any:
-    """Computes the gradient norms and leaves the clip to the shards, which may apply it in the
-    optimizer's step; returns the model's norm.
+    """Computes the gradient norms and has gradients clipped, now or in the step that called this;
+    returns the model's norm.
 
     Norm and clipping are core's own functions on local tensors. Parameters of a group with a norm
     of its own are clipped by that norm."""
@@ -218,7 +227,8 @@ def clip(original: Original, self: Any, clip_grad: float) -> Any:
     norms = {group: norm_of(self, group) for group in groups}
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.follow_groups(self.optimizer)
-    shards.clip_grads(clip_by(dict(norms), clip_grad, shards.decoupled))
+    to_norm = ClipToNorm(dict(norms), clip_grad, shards.decoupled)
+    shards.clip_grads(to_norm, step_follows=getattr(self, "in_own_step", False))
     self.norm_of_step = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
     return self.norm_of_step
@@ -231,14 +241,13 @@ def step(original: Original, self: Any) -> Any:
     Stock DDP's optimizers are in a chain, which returns these. Ours is in a chain only if there are
     several model chunks.
 
-    During the step the clip may wait until the inner optimizer reads the gradients
-    (`step_follows`). Code that reads them earlier calls `clip_now` first, as `count_zeros` does.
-    `clip_now` at the end is for a step that was left out: gradients are clipped then too."""
+    In this step (`in_own_step`) the clip may wait until the inner optimizer reads the gradients.
+    Code that reads them earlier calls `clip_now` first, as `count_zeros` does. `clip_now` at the
+    end is for a step that was left out: gradients are clipped then too."""
     # An optimizer is a stub if every parameter is frozen, on every rank.
     if not our_chunks(self) or self.is_stub_optimizer:
         return original(self)
     shards: LocalShards = self.optimizer._fsdp_shards
-    shards.step_follows = True
     self.in_own_step = True
     try:
         updated, norm, zeros = original(self)
