@@ -114,15 +114,18 @@ class LocalShards:
         self.parked: HostStash | None = None
         # The clip that is left to the next step.
         self.clip: Clip | None = None
-        # By number of a group that was updated in front of the inner optimizer's own step: the
-        # options that it has after the step. Empty between steps. `leave` sets them.
-        self.results: dict[int, GroupOptions] = {}
+        # By number of a group that was updated ahead of the inner optimizer's own step: the
+        # options that it has after the step. Empty between steps.
+        self.updated: dict[int, GroupOptions] = {}
+        # True while the hook takes steps of the inner optimizer, one for each unit. A step inside
+        # of one of these neither updates nor ends anything.
+        self.updates_units = False
         # The attribute in which the inner optimizer looks for gradients.
         self._grad_name = "decoupled_grad" if decoupled else "grad"
         # The gradients that were put there last.
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
-        # What `leave` puts back: `optimizer.state`, and each group's parameters. None while the
-        # optimizer has them.
+        # What `to_sharded` puts back: `optimizer.state`, and each group's parameters. None while
+        # the optimizer has them.
         self._to_put_back: tuple[Any, list[Any]] | None = None
         # By local tensor: its state as `show_state` has shown it.
         self._known: dict[torch.Tensor, Shown] = {}
@@ -258,16 +261,14 @@ class LocalShards:
 
     # What the inner optimizer sees.
 
-    def enter(self, optimizer: Any) -> None:
-        """Makes the inner optimizer's parameters and state the local ones, until `leave`. Nothing
-        if they are. RuntimeError if the memory of state was released."""
+    def to_local(self, optimizer: Any) -> None:
+        """Makes the inner optimizer's parameters and state the local ones, until `to_sharded`.
+        Nothing if they are. RuntimeError if the memory of state was released."""
         if self.parked is not None and self.parked.away:
             raise RuntimeError(
                 "using the optimizer: its state was released. Call return_memory(model, optimizer) "
                 "first"
             )
-        if not self.residency.updating_parts:
-            self.residency.settle()
         if self._to_put_back is not None:
             return
         self.follow_groups(optimizer)
@@ -280,18 +281,16 @@ class LocalShards:
         if has_changed:
             self.make_missing_state(optimizer)
 
-    def leave(self, optimizer: Any) -> None:
-        """Undoes `enter`, if it was called, and gives groups the options in `results`: the inner
-        optimizer's own step may have counted a step for them. Nothing while parts are updated."""
-        if self.residency.updating_parts:
-            return  # the end of a step inside a step
+    def to_sharded(self, optimizer: Any) -> None:
+        """Undoes `to_local`, if it was called. Gives groups that were updated ahead the options in
+        `updated`: the inner optimizer's own step may have counted a step for them."""
         groups = optimizer.param_groups
-        for index, options in self.results.items():
+        for index, options in self.updated.items():
             group = groups[index]
             if COUNT not in options:  # newer fused optimizers count for empty groups too
                 group.pop(COUNT, None)
             group.update(options)
-        self.results = {}
+        self.updated = {}
         if self._to_put_back is None:
             return
         self.state = optimizer.state  # some optimizers bind another dict in a step

@@ -99,9 +99,6 @@ class Residency:
         self._engines = engines
         # Whether main weights and state are in host memory.
         self.on_host = bool(engines)
-        # Whether a step updates parts: from its beginning until the last one is queued. False in a
-        # step on the device, which has no parts.
-        self.updating_parts = False
         # By the id of a parameter whose main weights are in host memory: what is updated instead.
         self.device_items: dict[int, torch.Tensor] = {}
         # By local tensor: the part of its state that is in host memory.
@@ -141,8 +138,8 @@ class Residency:
         skip_empty: bool,
         state: Mapping[torch.Tensor, StateEntry],
     ) -> None:
-        """Makes all state now, one unit at a time, and moves it to host memory. Called between
-        `LocalShards.enter` and `leave`.
+        """Makes all state now, one unit at a time, and moves it to host memory. Called while the
+        optimizer has local tensors.
 
         groups: the pairs of each parameter group. skip_empty: leaves out empty shards. state: by
         local tensor, written by `optimizer`."""
@@ -255,6 +252,8 @@ class Residency:
     def give_up(self) -> None:
         """Ends a step that has raised: waits for what is queued, and releases device buffers. The
         updates of some units are then missing, as after any such step."""
+        if not self.on_host:
+            return
         self._runtime.synchronize()
         self.finish_updates()
         self._release(self.parts)
@@ -281,7 +280,7 @@ class Residency:
         """Begins to load for the next step, behind the event `after`, when the last of several
         model chunks calls."""
         is_last = of is self._engines[-1].gather.updates
-        if is_last and self.may_be_late and not self.updating_parts:
+        if is_last and self.may_be_late:
             self._plan_order()
             self._runtime.wait(LOAD, after)
             self._load(self._order[:CHUNKS])
@@ -291,8 +290,7 @@ class Residency:
         self._release([part for part in self._order if part.loaded is not None])
 
     def settle(self) -> None:
-        """Makes main weights and state readable on the compute stream and the host, and, unless
-        parts are updated, also writable: nothing is loaded then."""
+        """Makes main weights and state readable and writable on the compute stream and the host:
+        nothing is loaded then."""
         self.finish_updates()
-        if not self.updating_parts:
-            self._wait_and_drop_loads()
+        self._wait_and_drop_loads()

@@ -1,14 +1,23 @@
-"""An optimizer that steps on local tensors while its parameters are DTensors: its step, in the hook
-in front of the inner optimizer's own, and its state dict.
+"""The step of an optimizer whose parameters are DTensors, on this rank's local tensors.
 
-A parameter group is updated by the inner optimizer (Adam in a run of Megatron), or by a rule of
-this package, Muon's or Lion's (`local_shards.UpdateRule`). So one optimizer holds all parameters,
-as core's own for sharded weights does; a gradient norm, clipping and a checkpoint know nothing of
-it. Where main weights and state are in host memory, a step is one part for each unit
-(`residency.py`).
+torch calls hooks before and after an optimizer's step. The one before it (`_take_step`) puts local
+tensors with local gradients in the place of the DTensors. The optimizer's own step updates them, as
+it would any tensors. The hook after it (`end_step`) puts the DTensors back.
 
-The inner optimizer's own step follows the hook. It finds groups that the hook has updated without
-parameters.
+Some groups of parameters are updated *ahead*, in the hook before the step:
+
+- by a rule of this package, Muon's or Lion's (`_update_by_rule`);
+- unit by unit, with main weights and state in host memory (`_update_units`). That calls the
+  function of the optimizer's own step once for each unit.
+
+A hook cannot leave out the step that follows it. So a group that was updated ahead has no
+parameters then, and the step finds nothing to update in it. The step may still change options of
+the group, such as its count of steps. So the hook notes what they are after the update
+(`LocalShards.updated`), and `end_step` gives the group these.
+
+One optimizer holds all parameters, as core's own for sharded weights does: a gradient norm,
+clipping and a checkpoint know nothing of rules and units. That not every group is updated ahead is
+a decision of docs/design_steps.md.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,101 +46,98 @@ from .state import (
 )
 
 Prepare = Callable[[Any], None]
-"""Called with an optimizer before its step reads gradients, and again in a step inside a step."""
+"""Called with an optimizer before its step reads gradients; maybe again in a step inside a step."""
 
 OF_FUSED = {"use_decoupled_grad": True, "master_weights": False, "store_param_remainders": False}
 """Attributes of fused optimizers, and the values that `adopt` gives them."""
 
 
 def _take_step(optimizer: Any, prepare: Prepare) -> None:
-    """Updates the groups of `shards.rule` or, with state in host memory, all groups.
-
-    This runs in the pre-hook of the inner optimizer's step. That step follows, and updates the
-    other groups: their parameters are local tensors with local gradients then. Groups that were
-    updated here have no parameters then, but the step may still count itself in their options.
-    `LocalShards.leave` overwrites those with `LocalShards.results`.
-    """
-    prepare(optimizer)
+    """Gives the inner optimizer local tensors, and updates groups that are updated ahead of its own
+    step, which follows. Does nothing if they were, in a step around this one."""
     shards: LocalShards = optimizer._fsdp_shards
     residency = shards.residency
-    groups = optimizer.param_groups
-    # A base class's step inside a subclass's must not update again. `updating_parts` or `results`
-    # shows that. `results` alone is not enough: a step whose `end_step` did not run leaves some.
-    if residency.updating_parts or (shards.results and _steps_in_steps(type(optimizer))):
+    # A base class's step inside a subclass's must not update again. `updates_units` or `updated`
+    # shows that. `updated` alone is not enough: a step whose `end_step` did not run leaves some.
+    if shards.updates_units or (shards.updated and _steps_in_steps(type(optimizer))):
         return
-    # On the device there are no parts. Set before `enter`, which else drops what was loaded ahead.
-    residency.updating_parts = residency.on_host
-    shards.results = {}
+    prepare(optimizer)
+    shards.updated = {}
     try:
         residency.finish_updates()
-        shards.enter(optimizer)
+        shards.to_local(optimizer)
         shards.set_local_grads()
         clip = shards.take_clip()
         if residency.on_host:
-            _update_parts(optimizer, shards, clip)
+            updated = _update_units(optimizer, shards, clip)
         else:
-            _update_by_rule(shards, groups)
+            updated = _update_by_rule(optimizer, shards)
     except BaseException:
-        shards.results = {}
-        if residency.on_host:
-            residency.give_up()
+        residency.give_up()
         raise
-    finally:
-        residency.updating_parts = False
-    for number in shards.results:
-        # So that the inner optimizer's own step, which follows, does not update this group again.
-        # `leave` gives the parameters back.
-        groups[number]["params"] = []
+    for number in updated:
+        optimizer.param_groups[number]["params"] = []
+    shards.updated = updated
 
 
-def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
-    """Updates the groups that are not the inner optimizer's, and notes their counts of steps: the
-    inner optimizer's own step must not change them."""
+def _update_by_rule(optimizer: Any, shards: LocalShards) -> dict[int, GroupOptions]:
+    """Updates the groups of the rule. Returns their counts of steps, which the inner optimizer's
+    own step must not change."""
+    groups = optimizer.param_groups
     with torch.no_grad():
         shards.rule.update(shards, groups)
-    results = {}
+    updated = {}
     for number, group in enumerate(groups):
         if shards.rule.state(group):
-            results[number] = {COUNT: group[COUNT]} if COUNT in group else {}
-    shards.results = results
+            updated[number] = {COUNT: group[COUNT]} if COUNT in group else {}
+    return updated
 
 
-def _update_parts(optimizer: Any, shards: LocalShards, clip: Clip | None) -> None:
-    """Updates all groups, one unit at a time. `_update_part` notes the options after the step."""
+def _update_units(
+    optimizer: Any, shards: LocalShards, clip: Clip | None
+) -> dict[int, GroupOptions]:
+    """Updates all groups that have local tensors, one unit at a time. Returns their options after
+    the step."""
     residency = shards.residency
-    before = [options_of(group) for group in optimizer.param_groups]
-    residency.run(functools.partial(_update_part, optimizer, before, clip))
-    for number, group in enumerate(optimizer.param_groups):
-        # For groups without a part, which are left to the inner optimizer's own step.
+    groups = optimizer.param_groups
+    before = [options_of(group) for group in groups]
+    updated: dict[int, GroupOptions] = {}
+
+    def update(part: Part) -> None:
+        # All units are the same step, which begins with these options.
+        for group, options in zip(groups, before, strict=True):
+            set_options(group, options)
+        _update_unit(optimizer, part, clip)
+        for number, group in enumerate(groups):
+            if part.pairs[number]:
+                updated[number] = options_of(group)
+
+    shards.updates_units = True
+    try:
+        residency.run(update)
+    finally:
+        shards.updates_units = False
+    for number, group in enumerate(groups):
+        # For groups without local tensors, which are left to the step that follows.
         set_options(group, before[number])
         group["params"] = shards.params_for_inner(number)
     if not residency.may_be_late:
         residency.finish_updates()
+    return updated
 
 
-def _update_part(
-    optimizer: Any, before: Sequence[GroupOptions], clip: Clip | None, part: Part
-) -> None:
-    """Clips and updates one unit, and casts its main weights.
-
-    before: the options of each group in front of the step. Each unit's update begins with them, as
-    all are the same step."""
-    shards: LocalShards = optimizer._fsdp_shards
-    for group, options in zip(optimizer.param_groups, before, strict=True):
-        set_options(group, options)
+def _update_unit(optimizer: Any, part: Part, clip: Clip | None) -> None:
+    """Clips and updates one unit, and casts its main weights."""
     if clip is not None:
         clip.apply([pair for pairs in part.pairs for pair in pairs])
     part.give_to(optimizer)
-    # The step inside torch's hooks and `_ending`: these run once, around all parts.
+    # The step inside torch's hooks and `_ending`: these run once, around all units.
     step = inspect.unwrap(
         type(optimizer).step, stop=lambda layer: not getattr(layer, "hooked", False)
     )
     step(optimizer)
     for own in part.groups:
         own.write_own_from_device()
-    for number, group in enumerate(optimizer.param_groups):
-        if part.pairs[number]:
-            shards.results[number] = options_of(group)
 
 
 def _steps_in_steps(kind: type) -> bool:
@@ -146,10 +152,10 @@ def end_step(optimizer: Any, *unused: Any) -> None:
     """Clears local gradients, and puts the DTensors back. Runs after each step, also after one that
     raised, and after a base class's step inside a subclass's."""
     shards: LocalShards = optimizer._fsdp_shards
-    if shards.residency.updating_parts:
-        return  # a base class's step for one part: the next ones need their gradients
+    if shards.updates_units:
+        return  # a base class's step for one unit: the next ones need their gradients
     shards.clear_local_grads()
-    shards.leave(optimizer)
+    shards.to_sharded(optimizer)
 
 
 def _ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[..., Any]:
@@ -196,18 +202,19 @@ def _before_step(
 def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
     """A context in which the inner optimizer's parameters and state are the local ones."""
     shards: LocalShards = optimizer._fsdp_shards
-    shards.enter(optimizer)
+    shards.residency.settle()
+    shards.to_local(optimizer)
     try:
         yield shards
     finally:
-        shards.leave(optimizer)
+        shards.to_sharded(optimizer)
 
 
 def _before_state_dict(optimizer: Any) -> None:
     """Makes `optimizer.state` show the present state. A step that is under way ends first."""
     end_step(optimizer)
     with _on_locals(optimizer):
-        pass  # `enter` takes over what a program has changed, and `leave` shows it
+        pass  # `to_local` takes over what a program has changed, and `to_sharded` shows it
 
 
 @torch.no_grad()
@@ -309,7 +316,7 @@ def adopt(
 
     Args:
         prepare: see `Prepare`.
-        rule: how groups are updated that are not the inner optimizer's.
+        rule: how groups are updated that the inner optimizer does not update.
         residency: where main weights and state are; on the device if it is not given.
 
     Raises:
@@ -339,7 +346,6 @@ def adopt(
     optimizer.register_step_post_hook(end_step)
     optimizer.register_state_dict_pre_hook(_before_state_dict)
     if residency.on_host:
-        shards.enter(optimizer)
-        residency.plan(optimizer, shards.pairs, skip_empty, shards.state)
-        _complete_empty_state(shards, optimizer)
-        shards.leave(optimizer)
+        with _on_locals(optimizer):
+            residency.plan(optimizer, shards.pairs, skip_empty, shards.state)
+            _complete_empty_state(shards, optimizer)

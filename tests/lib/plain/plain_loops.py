@@ -345,6 +345,33 @@ def _cautious(params: Iterable[Any]) -> torch.optim.Optimizer:
 LOOPS["a_step_that_calls_its_base"] = functools.partial(_trained, make=_cautious)
 
 
+class Counter(torch.optim.Optimizer):
+    """Counts steps outside of its state, looks at its first parameter, and returns a number: a
+    second call for one step would be seen, and so would one without parameters."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": LR})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> float:
+        self.steps += 1
+        rate = torch.full_like(self.param_groups[0]["params"][0], LR / self.steps).max()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(rate * param.grad)
+        return rate.item()
+
+
+@loop
+def an_optimizer_that_counts_its_steps(side: Side) -> None:
+    for step, model, optimizer in side.steps(Counter):
+        side.loss(model, step).backward()
+        side.numbers.append(optimizer.step())
+        optimizer.zero_grad()
+
+
 @loop
 def step_in_backward(side: Side) -> None:
     model = side.model()
