@@ -101,6 +101,24 @@ class WatchedEngine:
         )
 
 
+def has_ended(work: Any) -> bool:
+    """Waits for `work`, but no longer than a slice. Returns True if it has ended. Raises torch's
+    error if it has failed."""
+    began = time.monotonic()
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            work.wait()  # raises why it failed
+            return True
+        # Gloo's reduce-scatter is a handle that is never completed once it has failed. Its error
+        # comes at once, and that of a slice which is over does not.
+        if time.monotonic() - began < SLICE.total_seconds() / 2:
+            raise
+        return False
+    return True
+
+
 def set_name(ranks: Sequence[int]) -> str:
     """A short name for a set of ranks, equal on all of them."""
     text = ",".join(str(rank) for rank in ranks)
@@ -172,16 +190,8 @@ class WaitWatch:
     def wait(self, wait: HostWait) -> None:
         """Waits. Raises CommunicationError if that can never end, and else torch's error."""
         self._wait = wait
-        work = wait.work
         try:
-            while True:
-                try:
-                    work.wait(SLICE)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()  # raises why it failed
-                        return
+            while not has_ended(wait.work):
                 if self._told:
                     self._raised.set()
                     raise CommunicationError(self._told)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -55,6 +58,35 @@ def test_a_rank_that_is_late_is_reported_once_and_no_error(name: str) -> None:
     matching = [line for line in lines if told and told in line]
     assert len(matching) == (1 if told else 0), lines
     assert all("rank 0 has waited" in line for line in matching)
+
+
+@dataclass
+class Handle:
+    """A handle of torch: how long each wait lasts, how it ends, and whether it is completed."""
+
+    seconds: float = 0.0
+    error: str = ""
+    completed: bool = False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        time.sleep(self.seconds)
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+def test_a_slice_that_is_over_is_no_end() -> None:
+    assert not wait_watch.has_ended(Handle(wait_watch.SLICE.total_seconds(), "timed out"))
+    assert wait_watch.has_ended(Handle())
+
+
+@pytest.mark.parametrize("completed", [True, False])
+def test_a_collective_that_has_failed_raises_its_error(completed: bool) -> None:
+    """Gloo's reduce-scatter is never completed once it has failed."""
+    with pytest.raises(RuntimeError, match="connection closed"):
+        wait_watch.has_ended(Handle(error="connection closed", completed=completed))
 
 
 def test_the_watch_of_a_world_of_one_or_of_a_pretended_one_is_none(two_ranks: None) -> None:
