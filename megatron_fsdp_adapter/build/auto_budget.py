@@ -154,7 +154,7 @@ class AutoBudget:
             if not unit.backward_reads_weights:
                 forward_only.append(unit.ordinal)
             for group in sharded:
-                if group.key.requires_grad and not group.can_keep_grads:
+                if group.key.requires_grad and not group.grads.can_be_kept:
                     keeping = KEEPING[:1]  # weights alone
         precision = policy_precision(config)
         kept = unsharded_units(layouts, config.strategy, precision, budget, forward_only, keeping)

@@ -41,9 +41,9 @@ class GradCheck:
         for group in unit.active_groups:
             if self.by_param:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
-                tensors += group.collected.params
+                tensors += group.grads.collected.params
             else:
-                segments = group.collected.segments(group.full)
+                segments = group.grads.collected.segments(group.shards.full)
                 names += [f"unit {unit.name}"] * len(segments)
                 tensors += segments
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]

@@ -29,7 +29,7 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     one with its rows in the whole tensor, for torch DCP too. offset: the place in the whole tensor
     where this rank's tensor-parallel part begins; None for the origin."""
     param = pair.sharded
-    held = pair.group.held
+    held = pair.group.shards.held
     _copy_attributes(pair.unsharded, param)
     rows = held.range(pair.index)
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)

@@ -99,7 +99,7 @@ class Site:
 
     def check_open(self) -> None:
         """Raises RuntimeError if its unit's backward does not run."""
-        if not all(group.direct.is_open for group, _ in self.parts):
+        if not all(group.grads.direct.is_open for group, _ in self.parts):
             raise RuntimeError(
                 f"{self.name}: the backward of its graph runs outside of its unit's backward. Call "
                 "the model through its wrapper, and run backward on what it returned"
@@ -120,15 +120,15 @@ class Site:
         """Moves `.grad` into the buckets, as the end of a unit's backward does. In a capture."""
         for group, indices in self.parts:
             given = [(index, group.params[index].grad) for index in indices]
-            direct = group.direct
-            group.put_grads(given, direct.written)
-            direct.written.update(index for index, grad in given if grad is not None)
+            direct = group.grads.direct
+            group.grads.put(given, direct.written)
+            direct.note_written(index for index, grad in given if grad is not None)
             direct.settle()
         self.take_grads()
 
     def written(self) -> list[set[int]]:
         """The parameters, by group, whose part of the bucket holds a gradient."""
-        return [group.direct.written.intersection(indices) for group, indices in self.parts]
+        return [group.grads.direct.written.intersection(indices) for group, indices in self.parts]
 
 
 class CapturedCall:
@@ -213,7 +213,7 @@ class CapturedCall:
         if self._inner is None:
             self._check_like_captured(grads)
             for (group, _), after in zip(self.site.parts, self._after, strict=True):
-                group.direct.written.update(after)
+                group.grads.direct.note_written(after)
             found = self._input_grads
         else:
             found = self._record_backward(grads, *self._inner)

@@ -81,7 +81,7 @@ class FullIterationGraphs:
         self._engine.gather.quiesce()
         for group in self._engine.groups:
             if group.key.requires_grad:
-                group.grad.fixed = True
+                group.grads.main.keep_storage()
         self.captured = True
         if self._engine.quantization is not None:
             self._engine.quantization.at_once = True

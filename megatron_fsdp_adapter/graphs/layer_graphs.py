@@ -371,9 +371,7 @@ def _parts(engine: FsdpEngine, name: str, module: nn.Module) -> list[tuple[Param
     for group, _ in held:
         _check_fixed(unit, group)
     found = [(group, indices) for group, indices in held if group.key.requires_grad]
-    for group, _ in found:
-        group.direct.any = True
-    unit.find_direct()
+    unit.write_directly([group for group, _ in found])
     return found
 
 
@@ -390,7 +388,7 @@ def _check_fixed(unit: Unit, group: ParamGroup) -> None:
     """Raises ValueError unless the group's weights and bucket have fixed addresses."""
     strategy = group.config.strategy
     weights = not strategy.shard_weights or all(full.in_slot for full in group.weights)
-    bucket = not group.key.requires_grad or (strategy.shard_grads and group.bucket.in_slot)
+    bucket = not group.key.requires_grad or (strategy.shard_grads and group.grads.bucket.in_slot)
     if not (weights and bucket):
         raise ValueError(
             f"unit {unit.name}: CUDA graphs of layers need weights and buckets of sharded "

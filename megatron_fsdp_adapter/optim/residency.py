@@ -113,7 +113,7 @@ class Residency:
         reads_any_dtype = hasattr(optimizer, "use_decoupled_grad")
         for engine in engines:
             for pair in engine.pairs:
-                items = pair.group.device_main.items(pair.group.held)
+                items = pair.group.device_main.items(pair.group.shards.held)
                 self.device_items[id(pair.sharded)] = items[pair.index]
                 other_dtype = pair.grad is not None and pair.grad.dtype != pair.sharded.dtype
                 copies_grads |= other_dtype and not reads_any_dtype
@@ -182,12 +182,12 @@ class Residency:
                 if not is_like(value, local):
                     continue
                 if (group, name) not in buffers:
-                    buffers[group, name] = group.offloaded(value.dtype)
+                    buffers[group, name] = group.shards.offloaded(value.dtype)
                 on_device = buffers[group, name]
                 on_host: Any = on_device.host
-                stored = on_host.items(group.held)[pair.index]
+                stored = on_host.items(group.shards.held)[pair.index]
                 stored.copy_(value)
-                own[name] = on_device.items(group.held)[pair.index]
+                own[name] = on_device.items(group.shards.held)[pair.index]
                 self.tensors.setdefault(local, {})[name] = stored
         return buffers.values()
 

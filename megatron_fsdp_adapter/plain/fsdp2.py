@@ -211,8 +211,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
         if stream is not None:
             hook = functools.partial(_run_in, stream, hook)
         engine_of(self)
-        for group in mark.unit.groups:
-            group.reduced_hook = hook
+        for group in mark.unit.trainable_groups:
+            group.grads.change_reduced_by(hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """RuntimeError: the engine gathers and reduces by its own collectives."""

@@ -21,7 +21,8 @@ from torch import nn
 from ..build.guards import refuse_conversions
 from ..build.shard_attributes import mark_shard
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import GradState, ParamGroup
+from ..core.engine.grad_buffers import GradState
+from ..core.engine.group import ParamGroup
 from ..core.engine.hooks import RootCall, RootName
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
@@ -108,9 +109,9 @@ class UserLoopEngine(FsdpEngine):
         if not self.has_grads:
             self.budget.choose(self)
             return
-        for group in self.groups:
-            is_reduced = group.grad_state in REDUCED_STATES
-            if is_reduced and group.keeps_grads and group.can_keep_grads:
+        for grads in self.grads:
+            is_reduced = grads.state in REDUCED_STATES
+            if is_reduced and grads.is_kept and grads.can_be_kept:
                 self.budget.forgo_grads(self)
                 return
 
@@ -122,7 +123,8 @@ class UserLoopEngine(FsdpEngine):
         """A flag for each trained parameter: True if a backward of this rank has given it a
         gradient, or if it is frozen and needs none."""
         return [
-            not self._takes_grad(pair) or pair.index in pair.group.given for pair in self.trained
+            not self._takes_grad(pair) or pair.index in pair.group.grads.given
+            for pair in self.trained
         ]
 
     def _takes_grad(self, pair: ParamPair) -> bool:
@@ -150,7 +152,7 @@ class UserLoopEngine(FsdpEngine):
             return
         super().attach_grads()
         for pair in self._frozen_late:
-            if pair.group.grad_state is not GradState.EMPTY:
+            if pair.group.grads.state is not GradState.EMPTY:
                 pair.attach_grad()
         self._frozen_late.clear()
         dropped = [pair for pair in absent if pair.group not in self._zero_if_absent]
@@ -159,7 +161,7 @@ class UserLoopEngine(FsdpEngine):
         # A group all of whose gradients are absent has none: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
             if all(pair.sharded.grad is None for pair in self.trained if pair.group is group):
-                group.drop_grads(collected=False)
+                group.grads.drop(collected=False)
         self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
@@ -241,7 +243,7 @@ class UserLoopEngine(FsdpEngine):
             for group in unit.trainable_groups:
                 with unchecked():
                     frozen = not any(param.requires_grad for param in group.params)
-                group.idle = frozen and (group.idle or self.in_flight <= 0)
+                group.grads.freeze(frozen, between_passes=self.in_flight <= 0)
                 if frozen:
                     self._has_frozen_group = True
 
@@ -323,9 +325,9 @@ class UserLoopEngine(FsdpEngine):
             others = [pair for pair in pairs if pair not in chosen]
             others_stay = any(not self.grads_attached or pair in self._attached for pair in others)
             if indices and others_stay:
-                _zero_grads(group, indices, collected)
+                group.grads.zero(indices, collected)
             elif indices:
-                group.drop_grads(collected)
+                group.grads.drop(collected)
         self.grads_attached &= self.has_grads
         if self.reduce.check is not None and not self.has_grads:
             self.reduce.check.clear()
@@ -346,19 +348,3 @@ def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) 
     register_state_dict_hooks(module, engine)
     refuse_conversions(shown_by, engine)
     watch_steps()
-
-
-def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> None:
-    """Sets the gradients of the parameters at `indices` of the group to zero, in whichever buffer
-    they are by now. collected: also forgets what a backward has left on the unsharded ones."""
-    with unchecked():
-        if collected:
-            for index in indices:
-                group.params[index].grad = None
-    group.given -= {*indices}
-    if group.grad_state is not GradState.EMPTY:
-        if group.grad_state is GradState.ACCUMULATED:
-            items = group.collected.params
-        else:
-            items = group.grad.items(group.held)
-        torch._foreach_zero_([items[index] for index in indices])

@@ -193,7 +193,7 @@ class QuantizedParams(QuantizedWeights):
             first = members[:1]
             if gather.config.strategy.shard_main:
                 reductions.append((first, amaxes, gather.communicators[domain]))
-            if members[0].splits_outer:
+            if members[0].shards.splits_outer:
                 reductions.append((first, amaxes, gather.outer[domain]))
         return quantizers, reductions
 
@@ -255,7 +255,7 @@ def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[Quantized
     """This rank's rows of each parameter of a quantized group.
 
     into: the planes to be written; those of the group if none are given."""
-    held = group.held
+    held = group.shards.held
     if not into:
         into = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
     mains = group.main.items(held)
@@ -275,7 +275,7 @@ def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[Quantized
 
 
 def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
-    """Makes gathers of a group cast its planes, which are not kept, by setting `write_planes`."""
+    """Makes gathers of a group cast its planes, which are not kept (`cast_planes_by`)."""
     quantizer_of = {id(weight.param): made for made, weights in quantizers for weight in weights}
 
     def writers(weights: Sequence[QuantizedWeight]) -> list[Callable[[], None]]:
@@ -294,4 +294,4 @@ def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
         for write_part in writers(rows_of(alive, into)) if into else own_writers:
             write_part()
 
-    group.write_planes = write
+    group.cast_planes_by(write)

@@ -350,10 +350,10 @@ class _Chunk:
         for pair in self.source.engine.pairs:
             group = pair.group
             if self._is_chosen(group):
-                held = group.held.range(pair.index)
+                held = group.shards.held.range(pair.index)
                 shape = pair.spec.layout_shape
                 rows = held.start // max(1, math.prod(shape[1:]))
-                local = group.main.items(group.held)[pair.index].detach()
+                local = group.main.items(group.shards.held)[pair.index].detach()
                 dtype = cast_to(local.dtype, self.wanted.dtype)
                 local = local.to(self.device, dtype, copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)

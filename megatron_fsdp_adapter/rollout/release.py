@@ -133,7 +133,7 @@ def storages(engine: FsdpEngine) -> Storages:
     found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
     for group in engine.groups:
         for buffer in group.weight_shards:
-            own = buffer.segments(group.held)
+            own = buffer.segments(group.shards.held)
             kept = own if group.key.quantized and not group.write_planes else []
             if group.main_is_weight:
                 found[MAIN_WEIGHTS].append((buffer.tensor, own))
@@ -141,8 +141,8 @@ def storages(engine: FsdpEngine) -> Storages:
                 found[COMPUTE_WEIGHTS].append((buffer.tensor, kept))
         if not group.main_is_weight and not group.main_on_host:
             found[MAIN_WEIGHTS].append((group.main.tensor, None))
-        if group.key.requires_grad and not group.grad.in_slot:
-            found[GRADIENTS].append((group.grad.tensor, ()))
+        if group.key.requires_grad and not group.grads.main.in_slot:
+            found[GRADIENTS].append((group.grads.main.tensor, ()))
     return found
 
 
@@ -152,7 +152,9 @@ def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
         return []
     found = []
     for group in engine.groups:
-        found += [group.weight_slot.memory, group.bucket_slot.memory]
+        found.append(group.weight_slot.memory)
+        if group.key.requires_grad:
+            found.append(group.grads.slot.memory)
     for domain in engine.reduce.domains.values():
         if domain.received is not None:
             found.append(domain.received.tensor)

@@ -57,7 +57,7 @@ class Wanted:
         group's weights."""
         if self.quantized and group.key.quantized:
             shards = [shard for shard in group.weight_shards if shard.plane.name in ROWS]
-            return [(shard.plane, shard.segments(group.held)) for shard in shards]
+            return [(shard.plane, shard.segments(group.shards.held)) for shard in shards]
         dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
 
@@ -77,7 +77,7 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
     has_weights = group.main_on_host and group.own_current and dtype == group.key.dtype
     if has_weights and all(storage_bytes(segment) for segment in group.held_weights):
         return group.held_weights
-    return group.main.segments(group.held)
+    return group.main.segments(group.shards.held)
 
 
 class _GroupCopy:
@@ -96,20 +96,20 @@ class _GroupCopy:
         # Output and input of gathers over the shard axis, and over the outer axis.
         self.gather_pairs: list[Pair] = []
         self.outer_pairs: list[Pair] = []
-        specs = (group.full, group.inner, group.held)
+        specs = (group.shards.full, group.shards.inner, group.shards.held)
         for plane, source in wanted.planes(group):
-            buffer = ShardedBuffer(group.full, specs, group.runtime, plane=plane)
+            buffer = ShardedBuffer(group.shards.full, specs, group.runtime, plane=plane)
             buffer.forget()
-            held = buffer.segments(group.held)
-            inner = buffer.segments(group.inner)
-            if group.shards_main:
-                self.gather_pairs += zip(buffer.segments(group.full), inner, strict=True)
-            if group.splits_outer:
+            held = buffer.segments(group.shards.held)
+            inner = buffer.segments(group.shards.inner)
+            if group.shards.splits_axis:
+                self.gather_pairs += zip(buffer.segments(group.shards.full), inner, strict=True)
+            if group.shards.splits_outer:
                 self.outer_pairs += zip(inner, held, strict=True)
             self._held += held
             self._sources += source
             self.items[plane.name] = buffer.params
-            self._held_items[plane.name] = buffer.items(group.held)
+            self._held_items[plane.name] = buffer.items(group.shards.held)
 
     def fill(self) -> None:
         """Writes this rank's part of the copy, cast to its dtype."""

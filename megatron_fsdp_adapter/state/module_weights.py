@@ -72,7 +72,7 @@ class ModuleWeight:
     @property
     def rows(self) -> FlatRange:
         """The elements of the flattened parameter that this rank has."""
-        held = self.pair.group.held
+        held = self.pair.group.shards.held
         return rows_of(self.pair, held, held.rank)
 
     @property
@@ -80,7 +80,7 @@ class ModuleWeight:
         """This rank's rows of the main weights, after everything that still writes them."""
         self.engine.gather.updates.settle()
         group = self.pair.group
-        return group.main.items(group.held)[self.pair.index]
+        return group.main.items(group.shards.held)[self.pair.index]
 
 
 def rows_of(pair: ParamPair, spec: ShardSpec, number: int) -> FlatRange:
@@ -97,17 +97,17 @@ def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> tor
     local: this rank's rows of the tensor. Collective over the ranks that have shards. Each sends
     its rows once, out of the result itself, so no rank holds more than the result."""
     group = pair.group
-    held = group.held
-    inner = group.inner
+    held = group.shards.held
+    inner = group.shards.inner
     shape = torch.Size(pair.spec.shape)
     whole = torch.empty(shape.numel(), dtype=dtype, device=pair.unsharded.device)
     own = rows_of(pair, held, held.rank)
     whole[own.start : own.stop].copy_(local.view(-1))
     outer = group.domain.outer
-    if group.splits_outer and outer is not None:
+    if group.shards.splits_outer and outer is not None:
         numbers = [nested_shard_rank(inner.rank, rank, outer.size) for rank in range(outer.size)]
         _exchange(whole, outer, [rows_of(pair, held, number) for number in numbers])
-    if group.shards_main:
+    if group.shards.splits_axis:
         axis = group.domain.axis
         _exchange(whole, axis, [rows_of(pair, inner, number) for number in range(axis.size)])
     return whole.view(shape)

@@ -47,7 +47,7 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
         ahead = engine.order.first()  # gathered for the next forward
         for unit in engine.units:
             for group in unit.groups:
-                assert not storage_bytes(group.bucket.tensor)
+                assert not storage_bytes(group.grads.bucket.tensor)
                 if unit.ordinal not in ahead:
                     for buffer in group.weights:
                         assert not storage_bytes(buffer.tensor)

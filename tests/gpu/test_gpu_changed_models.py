@@ -113,7 +113,8 @@ def _states(trainer: Trainer) -> list[torch.Tensor]:
 def _registered(trainer: Trainer) -> list[torch.Tensor]:
     """Slots that stay: registered with NCCL."""
     engine = trainer.wrapper.engine
-    slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
+    slots = [group.weight_slot for group in engine.groups]
+    slots += [grads.slot for grads in engine.grads]
     found = {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
     if storages(engine)["slots"]:
         return []

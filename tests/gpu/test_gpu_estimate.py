@@ -194,7 +194,10 @@ def allowed(engine: FsdpEngine) -> tuple[int, int]:
     largest = 0
     for unit in engine.units:
         held = unit_bytes(
-            [group.held.layout for group in unit.groups], engine.config.strategy, precision, 0
+            [group.shards.held.layout for group in unit.groups],
+            engine.config.strategy,
+            precision,
+            0,
         )
         passing = [n for k, n in held.items() if LIFE[k] in (UNIT_IN_USE, BACKWARD_TO_STEP)]
         kept = sum(held.values()) - sum(passing) - held.get(OPTIMIZER_STATE, 0)

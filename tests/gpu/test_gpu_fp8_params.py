@@ -145,7 +145,7 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
     torch.cuda.synchronize()
     held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     groups = engine.groups
-    expected = 12 * sum(g.held.layout.shard_numel for g in groups)
+    expected = 12 * sum(g.shards.held.layout.shard_numel for g in groups)
     # What the first trainer had leaves by and by, some of it after `before` was read.
     assert 0.99 * expected < held < 1.02 * expected + 2**22, (held, expected)
     for group in groups:

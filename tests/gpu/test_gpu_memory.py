@@ -95,7 +95,7 @@ class Tally:
             groups = self.trainer.wrapper.engine.groups
             weights = [full for group in groups for full in group.weights]
             self.gathered = max(self.gathered, _allocated(weights))
-            self.buckets = max(self.buckets, _allocated(group.bucket for group in groups))
+            self.buckets = max(self.buckets, _allocated(group.grads.bucket for group in groups))
 
         return counted
 
@@ -157,7 +157,7 @@ def _within_peaks(trainer: Trainer, rank: int, tally: Tally, peak: int, activati
     others = units[:-1]
     sizes = sorted(unit.weight_bytes for unit in others)
     gather_bound = root.weight_bytes + others[-1].weight_bytes + sum(sizes[-2:])
-    buckets = sorted(sum(group.bucket.nbytes for group in unit.groups) for unit in units)
+    buckets = sorted(sum(group.grads.bucket.nbytes for group in unit.groups) for unit in units)
     bucket_bound = sum(buckets[-2:])
     shards = formula(trainer, rank, Precision())["gradient shard"]
     text = (

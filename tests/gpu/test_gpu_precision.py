@@ -210,7 +210,7 @@ def narrow_buckets_have_the_same_bits(rank: int, world: int, fused: bool) -> str
     def look(trainer: Trainer) -> tuple[set[torch.dtype], int]:
         engine = trainer.wrapper.engine
         received: Any = engine.reduce.domains[DENSE].received
-        return {g.bucket.tensor.dtype for g in engine.groups}, received.nbytes
+        return {g.grads.bucket.tensor.dtype for g in engine.groups}, received.nbytes
 
     for wide in (True, False):
         with mock.patch.object(EngineConfig, "narrows_buckets", False) if wide else nullcontext():

@@ -80,7 +80,7 @@ def _run(rank: int, dispatcher: str, strategy: str, ddp: Fields) -> Run:
     engine = trainer.wrapper.engine
     experts = [group for group in engine.groups if group.key.domain == EXPERT]
     assert experts
-    assert all(group.bucket is group.grad for group in experts)
+    assert all(group.grads.bucket is group.grads.main for group in experts)
     for group in experts:
         assert group.is_single_rank == (strategy == ZERO_3)
     engine.to_sharded()

@@ -188,10 +188,9 @@ def live_bytes(rig: Rig) -> int:
     found = {}
     for group in rig.engine.groups:
         flats = [buffer.tensor for buffer in (*group.weights, *group.weight_shards)]
-        flats += [
-            group.main.tensor,
-            *((group.grad.tensor, group.bucket.tensor) if group.key.requires_grad else ()),
-        ]
+        flats.append(group.main.tensor)
+        if group.key.requires_grad:
+            flats += [group.grads.main.tensor, group.grads.bucket.tensor]
         for flat in flats:
             found[flat.untyped_storage()._cdata] = storage_bytes(flat)
     return sum(found.values())

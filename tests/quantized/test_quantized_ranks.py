@@ -53,7 +53,7 @@ def whole_mains(engine: FsdpEngine, is_split: bool) -> dict[str, torch.Tensor]:
     engine.to_sharded()
     own = []
     for pair in engine.pairs:
-        rows = pair.group.held.range(pair.index)
+        rows = pair.group.shards.held.range(pair.index)
         local = pair.sharded._local_tensor.detach().float().reshape(-1)  # type: ignore[attr-defined]
         own.append((pair.managed.fqns[0], rows.start, local))
     sharing = {

@@ -20,12 +20,13 @@ from .communicator import Communicator, Pair, Reduce
 class GroupReduction(Protocol):
     """The fields of the engine's `Reduction` that are read here: the reduction of one group."""
 
-    group: Any
-    """Has `grad_segments`, the main gradients of this rank."""
     reduce: Any
     """Has `after`, the factor on the sums."""
     segments: Sequence[torch.Tensor]
     adds: bool
+
+    @property
+    def main(self) -> Sequence[torch.Tensor]: ...
 
     def receive(self, segment: torch.Tensor) -> torch.Tensor: ...
 
@@ -80,7 +81,7 @@ def launch(
     """`reduce_scatter` of each part, into the main gradients."""
     works = []
     for part in parts:
-        pairs = list(zip(part.group.grad_segments, part.segments, strict=True))
+        pairs = list(zip(part.main, part.segments, strict=True))
         works += reduce_scatter(
             communicator, pairs, part.reduce.after, part.adds, part.receive, sum_rows
         )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -112,7 +113,7 @@ class FlatBuffer:
         self.runtime = runtime
         # Whether it lies in given memory.
         self.in_slot = memory is not None
-        # Whether its storage stays for good; a CUDA graph sets it also.
+        # Whether its storage stays for good (`keep_storage`).
         self.fixed = self.in_slot
         # Whether the contents count, since it was last released.
         self._in_use = True
@@ -155,6 +156,10 @@ class FlatBuffer:
         elif self._in_use:
             self.forget()
         self._in_use = False
+
+    def keep_storage(self) -> None:
+        """From now on the storage stays for good: something else reads and writes its address."""
+        self.fixed = True
 
     def forget(self) -> None:
         """Declares the contents undefined: fills them with NaN where the runtime poisons, and else
@@ -251,6 +256,55 @@ class ShardedBuffer(FlatBuffer):
         """For each segment, the number that is added to an offset in the group to get the one in
         this buffer."""
         return [own.start - full.start for full, own in self.stored.segments]
+
+
+@dataclass(frozen=True)
+class GroupShards:
+    """The shards of one group's layout, each inside of the one before it, and the group's buffers
+    over them. All views of a buffer are looked up by these shards (`ShardedBuffer.segments`,
+    `items`)."""
+
+    runtime: Runtime
+    """Takes and gives the storage of buffers."""
+    full: ShardSpec
+    """All of the group."""
+    inner: ShardSpec
+    """The shard of this rank on the shard axis."""
+    held: ShardSpec
+    """The part of `inner` that this rank's optimizer updates."""
+
+    @property
+    def splits_axis(self) -> bool:
+        """True if main weights are sharded over the shard axis."""
+        return self.inner is not self.full
+
+    @property
+    def splits_outer(self) -> bool:
+        """True if those shards are split again over the outer axis."""
+        return self.held is not self.inner
+
+    def buffer(
+        self,
+        stored: ShardSpec,
+        dtype: torch.dtype | None = None,
+        plane: Plane = WHOLE,
+        memory: torch.Tensor | None = None,
+    ) -> ShardedBuffer:
+        """A buffer with the elements of `stored`. dtype, plane, memory: as of `ShardedBuffer`."""
+        every = (self.full, self.inner, self.held)
+        inside = every[every.index(stored) :]
+        return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
+
+    def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
+        """A released buffer with the elements of `held`. Its values, which are zero, are in host
+        memory (`host`)."""
+        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
+        made = self.buffer(self.held, dtype)
+        made.host = ShardedBuffer(
+            self.held, [self.held], self.runtime, dtype, memory=memory, is_zero=True
+        )
+        made.release()
+        return made
 
 
 ALIGNMENT = 512

@@ -226,8 +226,8 @@ def memory_of_exchanges(
     the other uses it. None if the way to reduce needs no such memory, or no bucket is in a slot."""
     if not config.reduce_scatter.fixed:
         return None
-    in_slots = [one for one in groups if one.bucket_slot.memory is not None]
-    nbytes = [one.bucket.nbytes for one in in_slots if one.key.requires_grad]
+    trained = [group.grads for group in groups if group.key.requires_grad]
+    nbytes = [grads.bucket.nbytes for grads in trained if grads.slot.memory is not None]
     if not nbytes:
         return None
     largest = max(nbytes)

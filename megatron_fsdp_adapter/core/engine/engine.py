@@ -27,7 +27,8 @@ from . import construction, hooks
 from .backward import Backward
 from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
 from .gather import BACKWARD, FORWARD, GatherPipeline, PrefetchOrder
-from .group import GradState, laid_out
+from .grad_buffers import GradState
+from .group import laid_out
 from .launches import LaunchComparison
 from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
@@ -109,6 +110,8 @@ class FsdpEngine:
         )
         self.root = self.units[-1]  # of all parameters that are in no other unit
         self.groups = [group for unit in self.units for group in unit.groups]  # of all units
+        # Gradients of the groups that are not frozen for good.
+        self.grads = [group.grads for group in self.groups if group.key.requires_grad]
         forward_only = [one.ordinal for one in self.units if not one.backward_reads_weights]
         self.order = PrefetchOrder(len(self.units), forward_only)  # of gathers
         reducing = [*comms.reduce.values(), *comms.outer.values()]
@@ -207,7 +210,7 @@ class FsdpEngine:
             hooks.on_outputs_needed(output, reached, given)
             if ends:
                 for group in unit.direct_groups:
-                    group.direct.expect(overwrites=not group.keeps_grads)
+                    group.grads.direct.expect(overwrites=not group.grads.is_kept)
             if in_backward or self.order.is_last(unit.ordinal):
                 return
         if ends and (with_gradients or not in_backward):
@@ -321,7 +324,7 @@ class FsdpEngine:
         if unit.ordinal not in self.backward.done:
             self.complete(unit)
             return
-        is_late = any(group.has_grads() for group in unit.trainable_groups)
+        is_late = any(group.grads.has_untaken() for group in unit.trainable_groups)
         if is_late and unit.keeps_grads:
             with torch.no_grad():
                 self.late_seen |= self.reduce.reduce_late_grads(unit)
@@ -366,7 +369,7 @@ class FsdpEngine:
         """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
         moves it."""
         for pair in self.trained:
-            if pair.group.grad_state is GradState.EMPTY:
+            if pair.group.grads.state is GradState.EMPTY:
                 continue
             if pair.sharded.requires_grad or pair.sharded.grad is not None:
                 pair.attach_grad()
@@ -402,8 +405,8 @@ class FsdpEngine:
         self.grads_attached = False
         for pair in self.trained:
             pair.drop_grad()
-        for group in self.groups:
-            group.drop_grads()
+        for grads in self.grads:
+            grads.drop()
         if self.budget is not None:
             self.budget.choose(self)
 
@@ -462,23 +465,19 @@ class FsdpEngine:
     @property
     def has_grads(self) -> bool:
         """True if a backward of this step has left gradients on this rank."""
-        return any(group.grad_state is not GradState.EMPTY for group in self.groups)
+        return any(grads.state is not GradState.EMPTY for grads in self.grads)
 
     @property
     def _is_idle(self) -> bool:
         """True if the user has frozen all parameters, and there are no gradients of before."""
-        for group in self.groups:
-            idle = group.idle and group.grad_state is GradState.EMPTY
-            if group.key.requires_grad and not idle:
-                return False
-        return True
+        return not self.has_grads and all(grads.is_idle for grads in self.grads)
 
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies the main gradients that the optimizer will read."""
-        for group in self.groups:
-            if group.grad_state in REDUCED_STATES:
-                for segment in group.held_grads:
+        for grads in self.grads:
+            if grads.state in REDUCED_STATES:
+                for segment in grads.held_segments:
                     segment.mul_(factor)
 
     @torch.no_grad()

@@ -46,8 +46,8 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
     shape = group.layout.specs[index].layout_shape
     placements: list[Placement] = []
     if group.domain.outer is not None:
-        placements.append(Shard(0) if group.splits_outer else Replicate())
-    placements.append(Shard(0) if group.shards_main else Replicate())
+        placements.append(Shard(0) if group.shards.splits_outer else Replicate())
+    placements.append(Shard(0) if group.shards.splits_axis else Replicate())
     if group.domain.mesh.ndim > len(placements):
         split = group.managed[index].split
         placements.append(Replicate() if split is None else Shard(split))
@@ -109,7 +109,7 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     pairs = []
     for group in groups:
         trainable = group.key.requires_grad
-        held = group.held
+        held = group.shards.held
         for index, managed in enumerate(group.managed):
             rows = as_dtensor(group.device_main.items(held)[index], group, index)
             made = nn.Parameter(rows, requires_grad=trainable)
@@ -118,7 +118,9 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
                 # refuses a gradient on another device than its parameter's.
                 sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
-            grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
+            grad = (
+                as_dtensor(group.grads.main.items(held)[index], group, index) if trainable else None
+            )
             if grad is not None and grad.dtype != sharded.dtype:
                 sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, sharded, grad))

@@ -45,8 +45,8 @@ class QuantizedWeights(Protocol):
     def made(self, groups: Any, gather: Any) -> QuantizedWeights | None:
         """This library, or None if no group is quantized. Called when all units are built.
 
-        Sets `write_planes` of groups whose planes are written at every gather. groups: all of the
-        engine's; gather: its `GatherPipeline`."""
+        Calls `cast_planes_by` of groups whose planes are written at every gather. groups: all of
+        the engine's; gather: its `GatherPipeline`."""
 
     # Weights come and go.
 

@@ -29,7 +29,8 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer
-from .group import GradState, ParamGroup
+from .grad_buffers import GradState
+from .group import ParamGroup
 from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
@@ -62,8 +63,8 @@ class InFlight:
 
 
 def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
-    slot = one.bucket_slot.number
-    return one is other or (slot is not None and slot == other.bucket_slot.number)
+    slot = one.grads.slot.number
+    return one is other or (slot is not None and slot == other.grads.slot.number)
 
 
 def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
@@ -84,9 +85,10 @@ def _numel(parts: Sequence[Reduction]) -> int:
 
 def _is_unreduced(group: ParamGroup) -> bool:
     """True if the step still has to reduce gradients of `group`: zeros if it was given none."""
-    if group.grad_state is GradState.EMPTY:
-        return not group.idle
-    return group.grad_state not in REDUCED_STATES
+    grads = group.grads
+    if grads.state is GradState.EMPTY:
+        return not grads.is_idle
+    return grads.state not in REDUCED_STATES
 
 
 class ChecksGradients(Protocol):
@@ -142,8 +144,8 @@ class ReducePipeline:
             RuntimeError: there are such buckets, and the backward does not accumulate gradients of
                 weights; or this backward comes too late (`_refuse_late`).
         """
-        groups = [group for group in unit.direct_groups if not group.idle]
-        if not groups or all(group.direct.is_open for group in groups):
+        groups = [group for group in unit.direct_groups if not group.grads.is_idle]
+        if not groups or all(group.grads.direct.is_open for group in groups):
             return
         if not accumulates:
             raise RuntimeError(
@@ -155,8 +157,9 @@ class ReducePipeline:
         with torch.no_grad():
             self._begin(unit, unit.active_groups)
             for group in groups:
-                group.collected.allocate()
-                group.direct.open(empty=group.grad_state is not GradState.ACCUMULATED)
+                grads = group.grads
+                grads.collected.allocate()
+                grads.direct.open(empty=grads.state is not GradState.ACCUMULATED)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Forgets backwards that did not come to their end. Closes what their modules write into,
@@ -164,9 +167,9 @@ class ReducePipeline:
         self.finish()
         for unit in units:
             for group in unit.direct_groups:
-                group.direct.close()
-                if not group.keeps_grads:
-                    group.bucket.release()
+                group.grads.direct.close()
+                if not group.grads.is_kept:
+                    group.grads.bucket.release()
 
     def backward_done(
         self, unit: Unit, *, is_last: bool, is_known_last: bool, more_may_come: bool = False
@@ -191,7 +194,7 @@ class ReducePipeline:
         # With sharded gradients the caller need not know which microbatch is the last.
         ends = is_known_last if self.config.strategy.shard_grads else is_last
         if not ends or more_may_come or not self.config.overlap_grad_reduce:
-            ready = [group for group in groups if not group.keeps_grads]
+            ready = [group for group in groups if not group.grads.is_kept]
         if ready:
             self._launch(ready)
         if is_known_last:
@@ -200,18 +203,19 @@ class ReducePipeline:
     def _take(self, group: ParamGroup) -> None:
         """Takes a backward's gradients: into a fresh bucket, or added to those of microbatches
         before."""
-        group.collected.allocate()
-        group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
-        if group.keeps_grads:
-            group.grad_state = GradState.ACCUMULATED
+        grads = group.grads
+        grads.collected.allocate()
+        grads.take(accumulate=grads.state is GradState.ACCUMULATED)
+        if grads.is_kept:
+            grads.advance(GradState.ACCUMULATED)
 
     def reduce_late_grads(self, unit: Unit) -> bool:
         """Takes gradients that came after `backward_done`, in a unit that keeps some. Returns
         whether kept gradients had been reduced before, so that the late ones were reduced by
         themselves."""
-        fresh = [group for group in unit.active_groups if not group.keeps_grads]
-        groups = [group for group in unit.active_groups if group.keeps_grads]
-        were_reduced = any(group.grad_state in REDUCED_STATES for group in groups)
+        fresh = [group for group in unit.active_groups if not group.grads.is_kept]
+        groups = [group for group in unit.active_groups if group.grads.is_kept]
+        were_reduced = any(group.grads.state in REDUCED_STATES for group in groups)
         taken = fresh if were_reduced else [*fresh, *groups]
         self._begin(unit, taken)
         for group in taken:
@@ -222,13 +226,14 @@ class ReducePipeline:
             self._launch(fresh)
         if not were_reduced:
             return False
-        if any(group.grad_state is GradState.FINISHED or group.direct.is_open for group in groups):
-            raise RuntimeError(
-                f"unit {unit.name}: gradients came after its last reduction was launched, because "
-                "a part of the graph is older than the unit's call. Use a context of autocast "
-                "for each forward, torch.autocast(cache_enabled=False), or "
-                "overlap_grad_reduce=False"
-            )
+        for group in groups:
+            if group.grads.state is GradState.FINISHED or group.grads.direct.is_open:
+                raise RuntimeError(
+                    f"unit {unit.name}: gradients came after its last reduction was launched, "
+                    "because a part of the graph is older than the unit's call. Use a context of "
+                    "autocast for each forward, torch.autocast(cache_enabled=False), or "
+                    "overlap_grad_reduce=False"
+                )
         self._reduce_again(groups)
         return True
 
@@ -239,13 +244,13 @@ class ReducePipeline:
         buffers = []
         late = []
         for group in groups:
-            buffer = group.collect_late()
+            buffer = group.grads.take_late()
             buffers.append(buffer)
             reduction = Reduction(
                 group,
                 self.domains[group.key.domain],
-                segments=buffer.segments(group.full),
-                results=buffer.segments(group.inner),
+                segments=buffer.segments(group.shards.full),
+                results=buffer.segments(group.shards.inner),
                 adds=True,
             )
             late.append(reduction)
@@ -265,7 +270,7 @@ class ReducePipeline:
         backward comes too late."""
         self._take_back(groups)
         self._refuse_late(unit, groups)
-        fresh = [group for group in groups if not group.keeps_grads]
+        fresh = [group for group in groups if not group.grads.is_kept]
         if fresh:
             self._make_room(fresh)
 
@@ -277,24 +282,25 @@ class ReducePipeline:
         * Gradients that a hook has changed stay as they are.
         """
         for group in groups:
-            if group.reduced_hook is not None:
+            grads = group.grads
+            if grads.reduced_hook is not None:
                 continue
-            if group.is_single_rank and group.grad_state is GradState.REDUCED:
+            if group.is_single_rank and grads.state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
-                scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
-                group.grad_state = GradState.ACCUMULATED
-            elif group.grad_state is GradState.FINISHED and self._repeats_outer_of(group):
+                scale_each(grads.inner_segments, 1.0 / self.domains[group.key.domain].scale)
+                grads.advance(GradState.ACCUMULATED)
+            elif grads.state is GradState.FINISHED and self._repeats_outer_of(group):
                 self.runtime.follow(COMPUTE, REDUCE)
-                scale_each(group.grad_segments, 1.0 / group.domain.outer_size)
-                group.grad_state = GradState.REDUCED
+                scale_each(grads.inner_segments, 1.0 / group.domain.outer_size)
+                grads.advance(GradState.REDUCED)
 
     def _repeats_outer_of(self, group: ParamGroup) -> bool:
-        return self.repeats_outer and not group.keeps_grads and not group.splits_outer
+        return self.repeats_outer and not group.grads.is_kept and not group.shards.splits_outer
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         for group in groups:
-            too_late = REDUCED_STATES if group.keeps_grads else FINISHED_STATES
-            if group.grad_state in too_late:
+            too_late = REDUCED_STATES if group.grads.is_kept else FINISHED_STATES
+            if group.grads.state in too_late:
                 raise RuntimeError(
                     f"unit {unit.name}: a backward ran after this step's gradients had been "
                     "reduced. Run all backwards of a step but the last under no_sync(), and set "
@@ -313,9 +319,9 @@ class ReducePipeline:
             groups = [group for group in unit.trainable_groups if _is_unreduced(group)]
             self._make_room(groups)
             for group in groups:
-                if group.grad_state is GradState.EMPTY:
-                    group.collected.allocate()
-                    group.take_grads(accumulate=False)
+                if group.grads.state is GradState.EMPTY:
+                    group.grads.collected.allocate()
+                    group.grads.take(accumulate=False)
             if groups:
                 self._launch(groups)
             if self._outer_in_backward:
@@ -325,16 +331,16 @@ class ReducePipeline:
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing the collected gradients of `groups`, in one launch for each domain."""
-        transient = [group for group in groups if group.has_transient_bucket]
-        if any(group.keeps_grads for group in transient):
+        transient = [group for group in groups if group.grads.has_transient_bucket]
+        if any(group.grads.is_kept for group in transient):
             self._make_room(transient)
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:
-            group = reduction.group
-            group.fill_bucket()
+            grads = reduction.group.grads
+            grads.fill_bucket()
             reduction.scale_segments()
-            group.grad.allocate()
-            group.grad_state = GradState.REDUCED
+            grads.main.allocate()
+            grads.advance(GradState.REDUCED)
         self.runtime.follow(REDUCE, COMPUTE)
         launch = functools.partial(self._communicate, reductions)
         finishes = [reduction.finish for reduction in reductions]
@@ -343,16 +349,17 @@ class ReducePipeline:
             self._in_flight.append(InFlight(transient, self.runtime.record(REDUCE)))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
-        adds = group.grad_state in REDUCED_STATES
+        grads = group.grads
+        adds = grads.state in REDUCED_STATES
         known = self._reductions.get((id(group), adds))
         if known is None:
             known = Reduction(
                 group,
                 self.domains[group.key.domain],
-                segments=group.bucket.segments(group.full),
-                results=group.bucket.segments(group.inner),
+                segments=grads.bucket.segments(group.shards.full),
+                results=grads.bucket.segments(group.shards.inner),
                 adds=adds,
-                in_slot=group.bucket_slot.memory is not None,
+                in_slot=grads.slot.memory is not None,
             )
             self._reductions[id(group), adds] = known
         return known
@@ -363,13 +370,14 @@ class ReducePipeline:
         Runs once a step: the outer axis is the slow network, and a sum cannot be taken back."""
         parts = []
         for group in groups:
+            grads = group.grads
             how = self.outer.get(group.key.domain)
-            if how is not None and group.grad_state is GradState.REDUCED:
-                group.grad_state = GradState.FINISHED
-                parts.append(Reduction(group, how, group.grad_segments, group.held_grads))
+            if how is not None and grads.state is GradState.REDUCED:
+                grads.advance(GradState.FINISHED)
+                parts.append(Reduction(group, how, grads.inner_segments, grads.held_segments))
         if parts:
             launch = functools.partial(self._communicate, parts)
-            hooks = [part.run_hook for part in parts if part.group.reduced_hook is not None]
+            hooks = [part.run_hook for part in parts if part.group.grads.reduced_hook is not None]
             self.runtime.submit(REDUCE, launch, *hooks)
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
@@ -396,7 +404,7 @@ class ReducePipeline:
         oldest = self._in_flight.popleft()
         self.runtime.wait(COMPUTE, oldest.event)
         for group in oldest.groups:
-            group.release_bucket()
+            group.grads.release_bucket()
 
     def retire_all(self) -> None:
         """Frees all buckets, behind their reductions.

@@ -81,13 +81,18 @@ class Reduction:
 
     @functools.cached_property
     def _copy_to_main(self) -> Callable[[Sequence[torch.Tensor]], None]:
-        return copies_to(self.group.grad_segments)
+        return copies_to(self.main)
+
+    @property
+    def main(self) -> Sequence[torch.Tensor]:
+        """The main gradients that the result is put into or added to."""
+        return self.group.grads.inner_segments
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
         """The outputs of a reduce-scatter."""
         if self.reduce.writes_main and not self.adds:
-            return self.group.grad_segments
+            return self.main
         return self.results
 
     def receive(self, segment: torch.Tensor) -> torch.Tensor:
@@ -113,23 +118,23 @@ class Reduction:
         if reduce.way.into_shards:  # which has done all that
             return
         group = self.group
-        if group.reduced_hook is not None and group.domain.outer is None:
+        if group.grads.reduced_hook is not None and group.domain.outer is None:
             scale_each(self.outputs, reduce.after)
             self.run_hook()
             reduce = replace(reduce, scale=1.0)  # the hook needs the mean, so it was scaled before
         if self.adds:
-            for main, result in zip(group.grad_segments, self.results, strict=True):
+            for main, result in zip(self.main, self.results, strict=True):
                 main.add_(result, alpha=reduce.after)
             return
         scale_each(self.outputs, reduce.factor(Scaled.RESULT))
         if not reduce.writes_main:
             self._copy_to_main(self.results)
-        scale_each(group.grad_segments, reduce.factor(Scaled.MAIN))
+        scale_each(self.main, reduce.factor(Scaled.MAIN))
 
     def run_hook(self) -> None:
         """Calls the group's hook with what came out. There must be a hook."""
         for output in self.outputs:
-            self.group.reduced_hook(output)  # type: ignore[misc]
+            self.group.grads.reduced_hook(output)  # type: ignore[misc]
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:

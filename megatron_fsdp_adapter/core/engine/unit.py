@@ -77,7 +77,7 @@ class Unit:
         self.backward_reads_weights = plan.backward_reads_weights
         # Groups that are not frozen for good.
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
-        self.find_direct()
+        self._find_direct()
         # Whether all weights stay while it does not compute.
         self.keeps_weights = not strategy.shard_weights
         if groups:
@@ -117,13 +117,19 @@ class Unit:
         for group in groups:
             _label(group, f"unit {self.name}")
 
-    def find_direct(self) -> None:
-        # Groups with gradients that modules write into the bucket by themselves. CUDA graphs of
-        # layers change which these are, after construction.
-        self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
+    def write_directly(self, groups: Sequence[ParamGroup]) -> None:
+        """From now on a CUDA graph writes gradients of `groups` into their buckets, which are open
+        from the beginning of the unit's backward."""
+        for group in groups:
+            group.grads.direct.any = True
+        self._find_direct()
+
+    def _find_direct(self) -> None:
+        # Groups with gradients that modules, or CUDA graphs, write into the bucket by themselves.
+        self.direct_groups = [group for group in self.trainable_groups if group.grads.direct.any]
 
     def _count_kept_grads(self) -> None:
-        kept = [group.keeps_grads for group in self.trainable_groups]
+        kept = [group.grads.is_kept for group in self.trainable_groups]
         # Whether gradients of any group add up over microbatches.
         self.keeps_grads = any(kept)
         # Whether those of any group are reduced in each backward.
@@ -136,8 +142,7 @@ class Unit:
         self.strategy = row
         self.stays = not row.shard_weights and not self.keeps_weights
         for group in self.trainable_groups:
-            if group.can_keep_grads and group.keeps_grads is row.shard_grads:
-                group.keeps_grads = not row.shard_grads
+            group.grads.keep(not row.shard_grads)
         self._count_kept_grads()
 
     @property
@@ -145,14 +150,18 @@ class Unit:
         """The groups whose gradients the present backward collects: those that are not idle, and
         idle ones that have gradients."""
         for group in self.trainable_groups:
-            if group.idle:
-                return [one for one in self.trainable_groups if not one.idle or one.has_grads()]
+            if group.grads.is_idle:
+                return [
+                    one
+                    for one in self.trainable_groups
+                    if not one.grads.is_idle or one.grads.has_untaken()
+                ]
         return self.trainable_groups
 
     def saves_through_hooks(self) -> None:
         """Notes that its module runs while hooks on saved tensors are set."""
         for group in self.direct_groups:
-            group.direct.hooked = True
+            group.grads.direct.hooked = True
 
     def check_gathered(self) -> None:
         """Raises RuntimeError if a backward that is over had no weights to read. Looks only at
@@ -222,7 +231,7 @@ class Unit:
         self.updated = None
         self.behind_update = False
         for group in self.trainable_groups:
-            group.grads_were_read()
+            group.grads.were_read()
 
     def drop_derived(self) -> None:
         """Drops what was derived from quantized weights: it is old, or no longer needed."""
@@ -250,8 +259,8 @@ def _label(group: ParamGroup, unit: str) -> None:
         name = f" ({full.plane.name})" if group.key.quantized else ""
         full.label = f"the gathered weights{name} of {unit}"
     if group.key.requires_grad:
-        group.bucket.label = f"the reduce bucket of {unit}"
-        group.grad.label = f"the main gradients of {unit}"  # which may be the bucket too
+        group.grads.bucket.label = f"the reduce bucket of {unit}"
+        group.grads.main.label = f"the main gradients of {unit}"  # which may be the bucket too
 
 
 class StepBudget(Protocol):
@@ -300,7 +309,7 @@ class DeferredUpdates:
         unit.updated = event
         unit.behind_update = False
         for group in unit.trainable_groups:
-            group.is_read = True
+            group.grads.read_by_update()
 
     def begin_backward(self) -> None:
         """Orders the compute stream behind all updates: gradients may be written after this."""

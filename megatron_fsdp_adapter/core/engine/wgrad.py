@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,10 @@ class FusedWgrad:
         self.is_open = False
         self.settle()
         return written
+
+    def note_written(self, indices: Iterable[int]) -> None:
+        """Notes that a CUDA graph has written the gradients of the parameters at `indices`."""
+        self.written.update(indices)
 
     def settle(self) -> None:
         """Adds what was put aside to what was written in its place."""

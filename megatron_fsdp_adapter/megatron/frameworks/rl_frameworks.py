@@ -108,9 +108,9 @@ class RowsOfRank:
         pair = self.weight.pair
         group = pair.group
         domain = group.domain
-        if not group.shards_main and domain.axis.rank != 0:
+        if not group.shards.splits_axis and domain.axis.rank != 0:
             return False
-        if domain.outer is not None and not group.splits_outer and domain.outer.rank != 0:
+        if domain.outer is not None and not group.shards.splits_outer and domain.outer.rank != 0:
             return False
         if is_expert or getattr(pair.unsharded, "tensor_model_parallel", False):
             return True

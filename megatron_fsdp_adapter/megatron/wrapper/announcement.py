@@ -53,9 +53,9 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
     """The dtype in which gradients are reduced, and those in which some are exchanged instead."""
     comm = str(plan.config.policy.comm_dtype)
     narrow = {
-        str(group.bucket.tensor.dtype)
+        str(group.grads.bucket.tensor.dtype)
         for group in groups
-        if group.key.requires_grad and group.has_transient_bucket
+        if group.key.requires_grad and group.grads.has_transient_bucket
     }
     narrow.discard(comm)
     if not narrow:

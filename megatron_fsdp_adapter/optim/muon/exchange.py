@@ -60,9 +60,9 @@ def parties_in(group: ParamGroup) -> Parties:
         outer = next(numbers) if domain.outer is not None else 0
         shard = next(numbers)
         part = next(numbers, 0)
-        if not group.shards_main:
+        if not group.shards.splits_axis:
             shard = 0
-        if group.splits_outer:
+        if group.shards.splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
         elif domain.outer is not None and outer != domain.outer.rank:
             continue

@@ -162,7 +162,7 @@ class Muon:
             if pair.group is group and id(pair.sharded) in where:
                 number, local = where[id(pair.sharded)]
                 split, parts = tensor_split(pair)
-                layout = group.held.layout
+                layout = group.shards.held.layout
                 param = MuonParam(layout, pair.index, split, parts, self._heights(pair))
                 entries.append(MuonEntry(number, local, param))
         return entries

@@ -128,7 +128,7 @@ def _record_optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
     """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
     their kernels do not support the meta device."""
     groups = (group for unit in engine.units for group in unit.groups)
-    numel = sum(group.held.layout.shard_numel for group in groups)
+    numel = sum(group.shards.held.layout.shard_numel for group in groups)
     runtime.spend(LAUNCHES)
     for nbytes, part, read in PASSES:
         runtime.write(Kind.MEMORY, round(numel * nbytes), part=part, read=read)

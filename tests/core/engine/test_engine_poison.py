@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.core.config import (
     strategy_named,
 )
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, ShardedBuffer
-from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers
 from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
@@ -38,13 +38,13 @@ def _careless(self: FusedWgrad, empty: bool) -> None:
 
 
 REDUCTION_OF = ReducePipeline._reduction_of
-TAKE_GRADS = ParamGroup.take_grads
+TAKE = GradBuffers.take
 REDUCTION = (
     ReducePipeline,
     "_reduction_of",
     lambda self, group: replace(REDUCTION_OF(self, group), adds=True),
 )
-KEPT = (ParamGroup, "take_grads", lambda self, accumulate: TAKE_GRADS(self, accumulate=True))
+KEPT = (GradBuffers, "take", lambda self, accumulate: TAKE(self, accumulate=True))
 FAULTS = {
     "a module adds to a bucket that was not cleared": (
         Setup(fused=WgradProtocol.ACCUMULATES),

@@ -51,7 +51,7 @@ def test_buckets_have_the_dtype_of_the_wire_where_another_would_round(name):
     dtypes = {}
     for unit in engine.units:
         for group in unit.groups:
-            dtypes[unit.name] = group.bucket.tensor.dtype
+            dtypes[unit.name] = group.grads.bucket.tensor.dtype
     assert {unit for unit, dtype in dtypes.items() if dtype == FP32} == wide
     assert set(dtypes.values()) <= {FP32, BF16}
 
@@ -80,8 +80,8 @@ def test_slots_and_received_pieces_are_those_of_the_formula(changes):
         reduce_scatter=FIXED_ALL_TO_ALL_SUM,
     )
     slots = {}
-    for group in engine.groups:
-        slot = group.bucket_slot
+    for grads in engine.grads:
+        slot = grads.slot
         if slot.memory is not None:
             slots[slot.number] = slot.memory.numel()
     assert held[BUCKET_SLOTS] == sum(slots.values())

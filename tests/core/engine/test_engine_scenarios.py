@@ -147,7 +147,7 @@ def test_alive_bytes(strategy, scenario):
         weights = {unit.name: unit.weight_bytes for unit in rig.engine.units}
         root = {"root": weights.pop("root")}
         buckets = {
-            unit.name: sum(group.bucket.nbytes for group in unit.trainable_groups)
+            unit.name: sum(group.grads.bucket.nbytes for group in unit.trainable_groups)
             for unit in rig.engine.units
         }
         for kind, sizes, units, besides in (

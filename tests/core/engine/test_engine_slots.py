@@ -136,7 +136,7 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     plain = PretendCommunicator.all_to_all
     watched = mock.patch.object(PretendCommunicator, "all_to_all", autospec=True, side_effect=plain)
     with built(setup) as rig, watched as exchanged:
-        memory = [group.bucket_slot.memory for group in rig.engine.groups]
+        memory = [grads.slot.memory for grads in rig.engine.grads]
         slots = {one.data_ptr() for one in memory if one is not None}
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
         rig.step(microbatches=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from contextlib import nullcontext
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers, GradState
 from megatron_fsdp_adapter.core.engine.params import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.unit import Phase, Unit
@@ -26,6 +28,7 @@ CHECKS = (
     "core/engine/unit.py",
     "core/engine/params.py",
     "core/engine/group.py",
+    "core/engine/grad_buffers.py",
     "core/engine/engine.py",
 )
 
@@ -46,6 +49,56 @@ def test_the_table_has_the_legal_transitions_only(old, new):
     with nullcontext() if legal else refused:
         unit.advance(new)
     assert unit.phase is (new if legal else old)
+
+
+# Gradients.
+
+GRAD_GROUPS = {
+    "shards": Setup(),
+    "one rank": Setup(split=True, whole=True),
+    "replicas": Setup(outer=2, world=4),
+    "split again": Setup(outer=2, world=4, shard_outer=True),
+}
+"""Groups, by what their gradients may do besides what those of all groups may."""
+
+ALL_GROUPS = ("shards", "one rank", "replicas", "split again")
+
+LEGAL_FOR_GRADS = {
+    ("EMPTY", "EMPTY"): ALL_GROUPS,
+    ("EMPTY", "ACCUMULATED"): ALL_GROUPS,
+    ("EMPTY", "REDUCED"): ALL_GROUPS,
+    ("ACCUMULATED", "EMPTY"): ALL_GROUPS,
+    ("ACCUMULATED", "ACCUMULATED"): ALL_GROUPS,
+    ("ACCUMULATED", "REDUCED"): ALL_GROUPS,
+    ("REDUCED", "EMPTY"): ALL_GROUPS,
+    ("REDUCED", "ACCUMULATED"): ("one rank",),
+    ("REDUCED", "REDUCED"): ALL_GROUPS,
+    ("REDUCED", "FINISHED"): ("replicas", "split again"),
+    ("FINISHED", "EMPTY"): ALL_GROUPS,
+    ("FINISHED", "REDUCED"): ("replicas",),
+}
+
+
+@functools.cache
+def grads_of(kind: str) -> GradBuffers:
+    """Gradients of a group of this kind."""
+    with built(GRAD_GROUPS[kind]) as rig:
+        groups = rig.engine.groups
+        return next(one for one in groups if one.is_single_rank == (kind == "one rank")).grads
+
+
+@pytest.mark.parametrize(("old", "new"), itertools.product(GradState, repeat=2))
+def test_the_table_has_the_legal_transitions_of_gradients_only(old, new):
+    for kind in ALL_GROUPS:
+        grads = grads_of(kind)
+        grads.state = old
+        refused = pytest.raises(
+            RuntimeError, match=rf"gradients of \S+: {old.name} -> {new.name} is not a legal"
+        )
+        legal = kind in LEGAL_FOR_GRADS.get((old.name, new.name), ())
+        with nullcontext() if legal else refused:
+            grads.advance(new)
+        assert grads.state is (new if legal else old)
 
 
 # Guard.
@@ -383,6 +436,8 @@ def test_looking_for_gradients_that_are_not_finite_reads_each_buffer_once(two_ra
         with mock.patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms:
             rig.forward_backward(2)
         found.append(sum(len(call.args[0]) for call in norms.call_args_list))
-    segments = sum(len(group.bucket.segments(group.full)) for group in rig.engine.groups)
+    segments = 0
+    for group in rig.engine.groups:
+        segments += len(group.grads.bucket.segments(group.shards.full))
     assert found[:2] == [0, 2 * segments]
     assert found[2] > found[1]

@@ -174,9 +174,9 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
             if not group.main_is_weight:
                 yield f"{name}.main", group.main.tensor
             if group.key.requires_grad:
-                yield f"{name}.bucket", group.bucket.tensor
-                if group.grad is not group.bucket:
-                    yield f"{name}.grad", group.grad.tensor
+                yield f"{name}.bucket", group.grads.bucket.tensor
+                if group.grads.main is not group.grads.bucket:
+                    yield f"{name}.grad", group.grads.main.tensor
 
 
 def streamed_buffers(rig: Rig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,9 +201,9 @@ def initial_outputs(
                 name = managed.fqns[0] + (f":{buffer.plane.name}" if group.key.quantized else "")
                 full[extent.start : extent.stop] = began[name].reshape(-1)
             inner = full if shard is buffer else shard.tensor.clone()
-            for output in shard.segments(group.inner):
+            for output in shard.segments(group.shards.inner):
                 yield id(output), _part(inner, output, shard.tensor)
-            for output in buffer.segments(group.full):
+            for output in buffer.segments(group.shards.full):
                 yield id(output), _part(full, output, buffer.tensor)
 
 

@@ -30,7 +30,7 @@ def shard_groups(group: Any) -> tuple[Any, ...]:
     return tuple(
         axis.group
         for is_split, axis in (
-            (group.splits_outer, group.domain.outer),
+            (group.shards.splits_outer, group.domain.outer),
             (group.config.strategy.shard_main, group.domain.axis),
         )
         if is_split
@@ -69,7 +69,7 @@ def full_values(named: Named, local_of: Callable[[Any], torch.Tensor]) -> Iterat
     """Name -> whole value, over data-parallel ranks, from `local_of(pair)` of all of them."""
     for name, pair in named:
         local = local_of(pair)
-        held = pair.group.held.range(pair.index)
+        held = pair.group.shards.held.range(pair.index)
         whole = torch.zeros(
             pair.unsharded.shape, dtype=local.dtype, device=pair.group.domain.mesh.device_type
         )

@@ -78,7 +78,7 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
         assert gradients() == bound, f"replay {replay}"
     engine.zero_grads()
     for group in engine.groups:
-        assert group.grad.allocated
+        assert group.grads.main.allocated
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

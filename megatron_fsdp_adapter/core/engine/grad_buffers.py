@@ -1,0 +1,334 @@
+"""Gradients of one group: their buffers, and their progress in a step.
+
+Backward writes gradients into `collected`: the bucket where gradients are sharded, else the main
+gradients, which are kept. The reduction moves the bucket to `main`, of which the optimizer reads
+this rank's rows. `main` is in the main-gradient dtype. `bucket` is in the communication dtype, or
+in that of the gradients where the sums are the same (`buffer.bucket_dtype`).
+
+Where gradients are kept and the two dtypes differ, the bucket is a copy in full size: made for the
+reduction, and freed after it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container, Iterable, Sequence
+
+import torch
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+
+from .buffer import GroupShards, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
+from .partition import ManagedParam, unchecked
+from .wgrad import FusedWgrad
+
+
+class GradState(enum.Enum):
+    """The progress of a step's gradients. FINISHED only where there is an outer axis."""
+
+    EMPTY = "empty"  # none yet
+    ACCUMULATED = "accumulated"  # summed on this rank
+    REDUCED = "reduced"  # over the shard axis
+    FINISHED = "finished"  # over the outer axis as well
+
+    __hash__ = object.__hash__  # Enum's own is a function of Python's
+
+
+Transition = tuple[GradState, GradState]
+
+TRANSITIONS = {
+    # Gradients that are kept over microbatches are added one to the other, and reduced once.
+    (GradState.EMPTY, GradState.ACCUMULATED),
+    (GradState.ACCUMULATED, GradState.ACCUMULATED),
+    (GradState.ACCUMULATED, GradState.REDUCED),
+    # Others are reduced in each backward.
+    (GradState.EMPTY, GradState.REDUCED),
+    (GradState.REDUCED, GradState.REDUCED),
+    # They are forgotten, in any state.
+    (GradState.EMPTY, GradState.EMPTY),
+    (GradState.ACCUMULATED, GradState.EMPTY),
+    (GradState.REDUCED, GradState.EMPTY),
+    (GradState.FINISHED, GradState.EMPTY),
+}
+"""Transitions that are legal in every group."""
+
+ONE_RANK = {(GradState.REDUCED, GradState.ACCUMULATED)}
+"""If the shard axis has one rank: a further backward takes the reduction back."""
+
+OUTER_AXIS = {(GradState.REDUCED, GradState.FINISHED)}
+"""If there is an outer axis."""
+
+REPLICAS = {(GradState.FINISHED, GradState.REDUCED)}
+"""If the ranks of the outer axis end with equal gradients: before a further backward each of them
+keeps an equal part."""
+
+
+def legal_transitions(one_rank: bool, outer: bool, splits_outer: bool) -> set[Transition]:
+    """The legal transitions of a group.
+
+    one_rank: its shard axis has one rank. outer: it has an outer axis. splits_outer: gradients are
+    sharded over that one too.
+    """
+    legal = set(TRANSITIONS)
+    if one_rank:
+        legal |= ONE_RANK
+    if outer:
+        legal |= OUTER_AXIS
+    if outer and not splits_outer:
+        legal |= REPLICAS
+    return legal
+
+
+class GradBuffers:
+    """The gradients of one trained group.
+
+    Args:
+        name: names the group in errors.
+        managed: its parameters, in layout order.
+        shards: of its layout.
+        config: of the group.
+        slot: where the bucket is in fixed memory.
+        one_rank, outer: as of `legal_transitions`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        managed: Sequence[ManagedParam],
+        shards: GroupShards,
+        config: EngineConfig,
+        slot: Slot,
+        one_rank: bool,
+        outer: bool,
+    ) -> None:
+        self.name = name  # of the group
+        self.shards = shards  # of the group's layout
+        self.slot = slot  # fixed memory of the bucket, or none
+        self._params = [entry.param for entry in managed]  # unsharded ones, in layout order
+        # The progress in this step.
+        self.state = GradState.EMPTY
+        # Those that are legal (`advance`).
+        self._transitions = legal_transitions(one_rank, outer, shards.splits_outer)
+        # Whether main gradients are released when they are forgotten.
+        self._releases_main = one_rank or config.strategy.shard_grads
+        # Whether backward adds to the main gradients, which are reduced once a step.
+        self.is_kept = not config.strategy.shard_grads
+        # Whether the user has frozen all parameters, for all forwards in flight. Their backward
+        # then collects and reduces nothing.
+        self.is_idle = False
+        # Whether an update may still read the gradients of a step that has returned.
+        self._is_read = False
+        # Whether gradients were forgotten while an update may read them. They keep their memory
+        # until it has (`were_read`).
+        self._release_waits = False
+        # Indices of all parameters.
+        self._all = frozenset(range(len(managed)))
+        # Indices of the parameters that got a gradient since gradients were last forgotten. For the
+        # others there are zeros in the buffers.
+        self.given = frozenset[int]()
+        # Changes in place what comes out of the reduction over the last axis, a mean over ranks.
+        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
+        self._build(managed, config)
+
+    def _build(self, managed: Sequence[ManagedParam], config: EngineConfig) -> None:
+        shards = self.shards
+        layout = shards.full.layout
+        policy = config.policy
+        # The main gradients, valid between reduction and zeroing.
+        self.main = shards.buffer(shards.full if self.is_kept else shards.inner, policy.grads_dtype)
+        # The buffer that is communicated. A reduction that does not end in the main gradients
+        # leaves its result in the `inner` shard of it.
+        self.bucket = self.main
+        if not self.is_kept or policy.comm_dtype != policy.grads_dtype:
+            dtype = bucket_dtype(layout, policy.comm_dtype, config.narrows_buckets)
+            memory = self.slot.take(layout.total_numel * dtype.itemsize)
+            self.bucket = shards.buffer(shards.full, dtype, memory=memory)
+        # The buffer that backward's gradients are written to.
+        self.collected = self.main if self.is_kept else self.bucket
+        writers = [entry.writer for entry in managed]
+        # The gradients that modules write by themselves.
+        self.direct = FusedWgrad(self._params, writers, self.collected.params, self.name)
+        # What a reduction over the shard axis writes of the main gradients.
+        self.inner_segments = self.main.segments(shards.inner)
+        # What the optimizer reads of them.
+        self.held_segments = self.main.segments(shards.held)
+        # What lies between the parameters in `collected`.
+        self._gaps = self.collected.views(layout.gaps())
+        # Copies the gradients of all parameters there.
+        self._collect = copies_to(self.collected.params)
+        self._release()
+
+    # Their progress.
+
+    def advance(self, state: GradState) -> None:
+        """Moves to `state`. Raises RuntimeError if that is not a legal transition."""
+        if (self.state, state) not in self._transitions:
+            raise RuntimeError(
+                f"gradients of {self.name}: {self.state.name} -> {state.name} is not a legal "
+                "transition"
+            )
+        self.state = state
+
+    def freeze(self, frozen: bool, between_passes: bool) -> None:
+        """Notes whether the user has frozen all parameters. Gradients become idle between two
+        passes only: a forward that was run before waits for its backward."""
+        self.is_idle = frozen and (self.is_idle or between_passes)
+
+    def change_reduced_by(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Sets the hook that changes reduced gradients in place."""
+        self.reduced_hook = hook
+
+    @property
+    def has_transient_bucket(self) -> bool:
+        """True if the bucket is a buffer of its own, which comes and goes."""
+        return self.bucket is not self.main
+
+    @property
+    def can_be_kept(self) -> bool:
+        """True if gradients of several microbatches may be summed in the bucket: gradients are
+        collected there, no other unit uses its memory, and it has the main gradients' dtype."""
+        collects_in_bucket = self.has_transient_bucket and self.collected is self.bucket
+        if not collects_in_bucket or self.slot.memory is not None:
+            return False
+        return self.bucket.tensor.dtype == self.main.tensor.dtype
+
+    def keep(self, kept: bool) -> None:
+        """Keeps gradients over microbatches from now on, or no longer, if `can_be_kept`."""
+        if self.can_be_kept:
+            self.is_kept = kept
+
+    # Memory.
+
+    def fill_bucket(self) -> None:
+        """Copies gradients into the bucket, if backward has written them elsewhere."""
+        if self.bucket is not self.collected:
+            full = self.shards.full
+            self.bucket.allocate()
+            copy_each(self.bucket.segments(full), self.collected.segments(full))
+
+    def release_bucket(self) -> None:
+        """Releases the bucket, if only a reduction needs it."""
+        if self.has_transient_bucket:
+            self.bucket.release()
+
+    def _release(self) -> None:
+        # Gradients that an update may read wait for `were_read`.
+        self.release_bucket()
+        self._release_waits = self._is_read
+        if self._is_read:
+            return
+        if self._releases_main:
+            self.main.release()
+        else:
+            self.main.forget()
+
+    def read_by_update(self) -> None:
+        """Notes that an update, which goes on behind the step, reads them until `were_read`."""
+        self._is_read = True
+
+    def were_read(self) -> None:
+        """Ends the reading of gradients by an update, which the compute stream is behind now."""
+        self._is_read = False
+        if self._release_waits:
+            self._release()
+
+    # From `.grad` of the unsharded parameters.
+
+    def has_untaken(self) -> bool:
+        """True if backward has left a gradient that `take` has not taken."""
+        with unchecked():
+            return self.direct.is_open or any(param.grad is not None for param in self._params)
+
+    def take(self, accumulate: bool) -> None:
+        """Moves the unsharded parameters' `.grad` into `collected`.
+
+        A `.grad` is added to what its module has written there by itself, and with `accumulate` to
+        all that is there. Otherwise it replaces what is there, and a parameter without a gradient
+        gets zeros.
+        """
+        every = self._take_off()
+        written = self.direct.close() if self.direct.is_open else set()
+        if not accumulate and not written and all(grad is not None for grad in every):
+            self.given = self._all
+            self._collect(every)  # type: ignore[arg-type]
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+            return
+        self.given |= written
+        self.given |= {index for index, grad in enumerate(every) if grad is not None}
+        kept = range(len(every)) if accumulate else written
+        self.put(enumerate(every), kept)
+        zeroed = [] if accumulate else list(self._gaps)
+        for index, view in enumerate(self.collected.params):
+            if every[index] is None and index not in kept:
+                zeroed.append(view)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
+    def take_late(self) -> ShardedBuffer:
+        """Moves the unsharded parameters' `.grad` into a new buffer and returns that. It has the
+        bucket's dtype, and is zero where there is no gradient."""
+        late = self.shards.buffer(self.shards.full, self.bucket.tensor.dtype)
+        grads = self._take_off()
+        found = [index for index, grad in enumerate(grads) if grad is not None]
+        self.given |= set(found)
+        views = [late.params[index] for index in found]
+        copy_each(views, [grads[index] for index in found])  # type: ignore[misc]
+        return late
+
+    def put(self, grads: Iterable[tuple[int, torch.Tensor | None]], kept: Container[int]) -> None:
+        """Puts gradients, each with its parameter's index, into `collected`. Adds those of `kept`
+        parameters to what is there, and copies the others over it. None is left out."""
+        sums = []
+        added = []
+        replaced = []
+        copied = []
+        for index, grad in grads:
+            if grad is None:
+                continue
+            view = self.collected.params[index]
+            if index in kept:
+                sums.append(view)
+                added.append(grad)
+            else:
+                replaced.append(view)
+                copied.append(grad)
+        if added:
+            torch._foreach_add_(sums, added)
+        copy_each(replaced, copied)
+
+    def _take_off(self) -> list[torch.Tensor | None]:
+        """Takes `.grad` off the unsharded parameters and returns them."""
+        with unchecked():
+            grads = [param.grad for param in self._params]
+            for param in self._params:
+                param.grad = None
+        return grads
+
+    # To nothing.
+
+    def zero(self, indices: Sequence[int], collected: bool) -> None:
+        """Sets the gradients of the parameters at `indices` to zero, in whichever buffer they are
+        by now. collected: also forgets what a backward has left on the unsharded ones."""
+        with unchecked():
+            if collected:
+                for index in indices:
+                    self._params[index].grad = None
+        self.given -= {*indices}
+        if self.state is not GradState.EMPTY:
+            if self.state is GradState.ACCUMULATED:
+                items = self.collected.params
+            else:
+                items = self.main.items(self.shards.held)
+            torch._foreach_zero_([items[index] for index in indices])
+
+    def drop(self, collected: bool = True) -> None:
+        """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the
+        unsharded parameters."""
+        if collected:
+            self._take_off()
+        self.advance(GradState.EMPTY)
+        self.given = frozenset()
+        self.direct.close()
+        self.direct.expect(True)
+        self._release()
