@@ -134,7 +134,7 @@ class EngineConfig:
         keep_derived: what backward derives from kept quantized weights (transposes) stays until
             main weights change, and not only until the unit has run.
         offload: main weights and optimizer state are in host memory. Main weights are not if they
-            are compute weights too, or quantized ones are made of them (`ParamGroup.main_on_host`).
+            are compute weights too, or quantized ones are made of them (`MainWeights.is_on_host`).
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
         whole: names of domains whose shard axis has one rank, in order. This rank has everything

@@ -387,7 +387,7 @@ def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
 def _check_fixed(unit: Unit, group: ParamGroup) -> None:
     """Raises ValueError unless the group's weights and bucket have fixed addresses."""
     strategy = group.config.strategy
-    weights = not strategy.shard_weights or all(full.in_slot for full in group.weights)
+    weights = not strategy.shard_weights or all(full.in_slot for full in group.weights.unsharded)
     bucket = not group.key.requires_grad or (strategy.shard_grads and group.grads.bucket.in_slot)
     if not (weights and bucket):
         raise ValueError(

@@ -113,7 +113,7 @@ class Residency:
         reads_any_dtype = hasattr(optimizer, "use_decoupled_grad")
         for engine in engines:
             for pair in engine.pairs:
-                items = pair.group.device_main.items(pair.group.shards.held)
+                items = pair.group.main.device_buffer.items(pair.group.shards.held)
                 self.device_items[id(pair.sharded)] = items[pair.index]
                 other_dtype = pair.grad is not None and pair.grad.dtype != pair.sharded.dtype
                 copies_grads |= other_dtype and not reads_any_dtype
@@ -163,7 +163,7 @@ class Residency:
                 part = Part(unit, engine.gather.updates, updated, unit_groups)
                 part.give_to(optimizer)
                 make_state(optimizer)
-                mains = [group.device_main for group in unit_groups if group.main_on_host]
+                mains = [group.main.device_buffer for group in unit_groups if group.main.is_on_host]
                 part.buffers = [*mains, *self._move_state(found, state)]
                 self.parts.append(part)
             engine.gather.updates.join(self)

@@ -137,7 +137,7 @@ def _update_unit(optimizer: Any, part: Part, clip: Clip | None) -> None:
     )
     step(optimizer)
     for own in part.groups:
-        own.write_own_from_device()
+        own.main.write_weights_from_device()
 
 
 def _steps_in_steps(kind: type) -> bool:

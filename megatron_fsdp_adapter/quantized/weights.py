@@ -174,7 +174,7 @@ class QuantizedParams(QuantizedWeights):
         self._frozen = self._plan(frozen, gather)
         # Bytes that are not kept are gone since their unit was built, and so is what made them:
         # scales must be computed again before a gather can cast.
-        self._changed = any(group.write_planes for group in trained)
+        self._changed = any(group.weights.write_planes for group in trained)
         return self if quantized else None
 
     def _plan(
@@ -207,7 +207,7 @@ class QuantizedParams(QuantizedWeights):
             if part.numel():
                 quantizer.bind(part)
         for group in groups:
-            if not (group.keeps_shard or group.keeps_weights):
+            if not group.weights.keeps_own:
                 _cast_at_gathers(group, made)
         return [quantizer for quantizer, _ in made], amaxes
 
@@ -257,8 +257,8 @@ def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[Quantized
     into: the planes to be written; those of the group if none are given."""
     held = group.shards.held
     if not into:
-        into = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
-    mains = group.main.items(held)
+        into = {shard.plane.name: shard.items(held) for shard in group.weights.sharded}
+    mains = group.main.buffer.items(held)
     found = []
     for index, entry in enumerate(group.managed):
         weight = QuantizedWeight(
@@ -267,7 +267,7 @@ def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[Quantized
             format=group.key.format,
             start=held.range(index).start,
             main=mains[index],
-            kept=group.keeps_shard or group.keeps_weights,
+            kept=group.weights.keeps_own,
             planes={name: items[index] for name, items in into.items()},
         )
         found.append(weight)
@@ -294,4 +294,4 @@ def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
         for write_part in writers(rows_of(alive, into)) if into else own_writers:
             write_part()
 
-    group.cast_planes_by(write)
+    group.weights.cast_planes_by(write)

@@ -353,7 +353,7 @@ class _Chunk:
                 held = group.shards.held.range(pair.index)
                 shape = pair.spec.layout_shape
                 rows = held.start // max(1, math.prod(shape[1:]))
-                local = group.main.items(group.shards.held)[pair.index].detach()
+                local = group.main.buffer.items(group.shards.held)[pair.index].detach()
                 dtype = cast_to(local.dtype, self.wanted.dtype)
                 local = local.to(self.device, dtype, copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)

@@ -132,15 +132,15 @@ def storages(engine: FsdpEngine) -> Storages:
     found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in BUFFER_KINDS}
     found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
     for group in engine.groups:
-        for buffer in group.weight_shards:
+        for buffer in group.weights.sharded:
             own = buffer.segments(group.shards.held)
-            kept = own if group.key.quantized and not group.write_planes else []
-            if group.main_is_weight:
+            kept = own if group.key.quantized and not group.weights.write_planes else []
+            if group.main.is_compute_weight:
                 found[MAIN_WEIGHTS].append((buffer.tensor, own))
             elif not buffer.in_slot:
                 found[COMPUTE_WEIGHTS].append((buffer.tensor, kept))
-        if not group.main_is_weight and not group.main_on_host:
-            found[MAIN_WEIGHTS].append((group.main.tensor, None))
+        if not group.main.is_compute_weight and not group.main.is_on_host:
+            found[MAIN_WEIGHTS].append((group.main.buffer.tensor, None))
         if group.key.requires_grad and not group.grads.main.in_slot:
             found[GRADIENTS].append((group.grads.main.tensor, ()))
     return found
@@ -152,7 +152,7 @@ def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
         return []
     found = []
     for group in engine.groups:
-        found.append(group.weight_slot.memory)
+        found.append(group.weights.slot.memory)
         if group.key.requires_grad:
             found.append(group.grads.slot.memory)
     for domain in engine.reduce.domains.values():

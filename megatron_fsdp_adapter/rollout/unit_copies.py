@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..core.comm.communicator import Pair
-from ..core.engine.buffer import ShardedBuffer, copy_each
+from ..core.engine.buffer import copy_each
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
@@ -56,9 +56,9 @@ class Wanted:
         """(plane, this rank's part of each of its segments) of each plane that is copied of a
         group's weights."""
         if self.quantized and group.key.quantized:
-            shards = [shard for shard in group.weight_shards if shard.plane.name in ROWS]
+            shards = [shard for shard in group.weights.sharded if shard.plane.name in ROWS]
             return [(shard.plane, shard.segments(group.shards.held)) for shard in shards]
-        dtype = cast_to(group.main_dtype, self.dtype)
+        dtype = cast_to(group.main.dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
 
 
@@ -74,10 +74,10 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
     """This rank's part of each segment of the main weights. Instead of main weights in host memory:
     the compute weights that were made from them on the device, if they have this dtype, have memory
     and are not stale."""
-    has_weights = group.main_on_host and group.own_current and dtype == group.key.dtype
-    if has_weights and all(storage_bytes(segment) for segment in group.held_weights):
-        return group.held_weights
-    return group.main.segments(group.shards.held)
+    has_weights = group.main.is_on_host and group.main.is_cast and dtype == group.key.dtype
+    if has_weights and all(storage_bytes(segment) for segment in group.weights.held_segments):
+        return group.weights.held_segments
+    return group.main.buffer.segments(group.shards.held)
 
 
 class _GroupCopy:
@@ -96,26 +96,26 @@ class _GroupCopy:
         # Output and input of gathers over the shard axis, and over the outer axis.
         self.gather_pairs: list[Pair] = []
         self.outer_pairs: list[Pair] = []
-        specs = (group.shards.full, group.shards.inner, group.shards.held)
+        shards = group.shards
         for plane, source in wanted.planes(group):
-            buffer = ShardedBuffer(group.shards.full, specs, group.runtime, plane=plane)
+            buffer = shards.buffer(shards.full, plane=plane)
             buffer.forget()
-            held = buffer.segments(group.shards.held)
-            inner = buffer.segments(group.shards.inner)
-            if group.shards.splits_axis:
-                self.gather_pairs += zip(buffer.segments(group.shards.full), inner, strict=True)
-            if group.shards.splits_outer:
+            held = buffer.segments(shards.held)
+            inner = buffer.segments(shards.inner)
+            if shards.splits_axis:
+                self.gather_pairs += zip(buffer.segments(shards.full), inner, strict=True)
+            if shards.splits_outer:
                 self.outer_pairs += zip(inner, held, strict=True)
             self._held += held
             self._sources += source
             self.items[plane.name] = buffer.params
-            self._held_items[plane.name] = buffer.items(group.shards.held)
+            self._held_items[plane.name] = buffer.items(shards.held)
 
     def fill(self) -> None:
         """Writes this rank's part of the copy, cast to its dtype."""
-        if WEIGHT not in self.items and self._group.write_planes is not None:
+        if WEIGHT not in self.items and self._group.weights.write_planes is not None:
             # Quantized shards are not kept.
-            self._group.write_planes(self._held_items)
+            self._group.weights.write_planes(self._held_items)
         else:
             copy_each(self._held, self._sources)
 

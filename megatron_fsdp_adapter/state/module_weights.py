@@ -80,7 +80,7 @@ class ModuleWeight:
         """This rank's rows of the main weights, after everything that still writes them."""
         self.engine.gather.updates.settle()
         group = self.pair.group
-        return group.main.items(group.shards.held)[self.pair.index]
+        return group.main.buffer.items(group.shards.held)[self.pair.index]
 
 
 def rows_of(pair: ParamPair, spec: ShardSpec, number: int) -> FlatRange:

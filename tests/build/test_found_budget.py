@@ -49,7 +49,7 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
             for group in unit.groups:
                 assert not storage_bytes(group.grads.bucket.tensor)
                 if unit.ordinal not in ahead:
-                    for buffer in group.weights:
+                    for buffer in group.weights.unsharded:
                         assert not storage_bytes(buffer.tensor)
 
     return check

@@ -113,7 +113,7 @@ def _states(trainer: Trainer) -> list[torch.Tensor]:
 def _registered(trainer: Trainer) -> list[torch.Tensor]:
     """Slots that stay: registered with NCCL."""
     engine = trainer.wrapper.engine
-    slots = [group.weight_slot for group in engine.groups]
+    slots = [group.weights.slot for group in engine.groups]
     slots += [grads.slot for grads in engine.grads]
     found = {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
     if storages(engine)["slots"]:

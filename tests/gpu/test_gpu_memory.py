@@ -93,7 +93,7 @@ class Tally:
         def counted(flat: torch.Tensor) -> None:
             original(flat)
             groups = self.trainer.wrapper.engine.groups
-            weights = [full for group in groups for full in group.weights]
+            weights = [full for group in groups for full in group.weights.unsharded]
             self.gathered = max(self.gathered, _allocated(weights))
             self.buckets = max(self.buckets, _allocated(group.grads.bucket for group in groups))
 

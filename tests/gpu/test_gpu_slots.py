@@ -83,7 +83,7 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
     places = set()
     for unit in units[1:-2]:
         for group in unit.groups:
-            places.add((unit.weight_slot, group.weights[0].tensor.data_ptr()))
+            places.add((unit.weight_slot, group.weights.unsharded[0].tensor.data_ptr()))
     assert len(places) == 2, f"5 layers should lie in two slots, and lie in {places}"
     return stays_flat(trainer, rank, 100)
 

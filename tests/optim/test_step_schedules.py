@@ -66,9 +66,9 @@ def nothing_is_on_the_device(ours: Any, reference: Any, strategy: str) -> None:
     """Of what belongs to the optimizer."""
     units = [unit for chunk in ours.chunks for unit in chunk.engine.units]
     for group in (group for unit in units for group in unit.groups):
-        if group.main_on_host:
-            assert not group.device_main.allocated
-            assert group.main is group.device_main.host
+        if group.main.is_on_host:
+            assert not group.main.device_buffer.allocated
+            assert group.main.buffer is group.main.device_buffer.host
     inner = distributed_optimizer(ours).optimizer
     assert_nothing_is_staged(inner)
     assert 1 < len(inner._fsdp_shards.residency.parts) <= len(units)
@@ -210,7 +210,7 @@ def _exports(trainer: Trainer, number: int) -> Any:
     first = release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
     dict(export_weights(trainer.wrapper))
     second = release_memory(trainer.wrapper, trainer.optimizer)
-    if any(group.main_on_host for group in trainer.wrapper.engine.groups):
+    if any(group.main.is_on_host for group in trainer.wrapper.engine.groups):
         assert first["optimizer"] == second["main_weights"] == 0, "they are on the host"
     return_memory(trainer.wrapper, trainer.optimizer)
     _check_export(trainer)

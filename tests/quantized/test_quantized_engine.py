@@ -107,7 +107,7 @@ def test_what_was_wrapped_stays_as_it_was_until_the_first_step(two_ranks, strate
             assert torch.equal(pair.unsharded.dequantize(), before[name].dequantize()), name
             rows = pair.group.shards.held.range(pair.index)
             value = before[name]._high_precision_init_val.float() * 1.5  # type: ignore[attr-defined]
-            main = pair.group.main.items(pair.group.shards.held)[pair.index]
+            main = pair.group.main.buffer.items(pair.group.shards.held)[pair.index]
             torch.testing.assert_close(
                 main.reshape(-1), value.reshape(-1)[rows.start : rows.stop], rtol=1e-2, atol=0
             )

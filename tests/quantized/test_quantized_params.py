@@ -187,8 +187,8 @@ def live_bytes(rig: Rig) -> int:
     """Of all flat buffers of all groups, each storage once."""
     found = {}
     for group in rig.engine.groups:
-        flats = [buffer.tensor for buffer in (*group.weights, *group.weight_shards)]
-        flats.append(group.main.tensor)
+        flats = [buffer.tensor for buffer in (*group.weights.unsharded, *group.weights.sharded)]
+        flats.append(group.main.buffer.tensor)
         if group.key.requires_grad:
             flats += [group.grads.main.tensor, group.grads.bucket.tensor]
         for flat in flats:
@@ -228,6 +228,6 @@ def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(two_ranks):
     dtypes = {row["parameter"]: row["dtype"] for row in param_rows(engine)}
     assert dtypes["layers.0.up.weight"] == "bfloat16 as mxfp8"
     assert dtypes["layers.0.up.bias"] == "bfloat16"
-    labels = {full.label for group in engine.groups for full in group.weights}
+    labels = {full.label for group in engine.groups for full in group.weights.unsharded}
     assert "the gathered weights (columnwise_scales) of unit layers.1" in labels
     assert "the gathered weights of unit layers.1" in labels

@@ -458,7 +458,7 @@ class FsdpEngine:
         """Main weights in host memory may have been written: the next gather reads them."""
         self.gather.updates.drop_loads()
         for group in self.groups:
-            group.own_current = False
+            group.main.changed()
 
     # Gradients and weights between passes.
 

@@ -179,8 +179,8 @@ class GatherPipeline:
         self._holders: dict[int, Unit] = {}
         # By ordinal, how many users hold a unit.
         self._held: Counter[int] = Counter()
-        outer_pairs = attrgetter("outer_pairs")
-        inner_pairs = attrgetter("gather_pairs")
+        outer_pairs = attrgetter("weights.outer_pairs")
+        inner_pairs = attrgetter("weights.gather_pairs")
         # By ordinal, the gathers of a unit over the outer axis, and those that follow.
         self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
 
@@ -302,10 +302,9 @@ class GatherPipeline:
 
     def _fill_own(self, unit: Unit, stale: bool) -> None:
         for group in unit.groups:
-            for full in group.weights:
-                full.allocate()
-            if stale or not (group.keeps_shard or group.keeps_weights):
-                group.write_own_weights()
+            group.weights.allocate()
+            if stale or not group.weights.keeps_own:
+                group.main.write_weights()
 
     def plan(
         self, groups: Sequence[ParamGroup], outer: PairsOf, inner: PairsOf

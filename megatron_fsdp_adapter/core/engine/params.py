@@ -111,13 +111,13 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
         trainable = group.key.requires_grad
         held = group.shards.held
         for index, managed in enumerate(group.managed):
-            rows = as_dtensor(group.device_main.items(held)[index], group, index)
+            rows = as_dtensor(group.main.device_buffer.items(held)[index], group, index)
             made = nn.Parameter(rows, requires_grad=trainable)
             sharded = managed.shown_as(made)
-            if group.main_on_host:
+            if group.main.is_on_host:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
                 # refuses a gradient on another device than its parameter's.
-                sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
+                sharded._local_tensor = group.main.buffer.items(held)[index]  # type: ignore[attr-defined]
             grad = (
                 as_dtensor(group.grads.main.items(held)[index], group, index) if trainable else None
             )

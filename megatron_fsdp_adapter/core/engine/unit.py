@@ -81,14 +81,14 @@ class Unit:
         # Whether all weights stay while it does not compute.
         self.keeps_weights = not strategy.shard_weights
         if groups:
-            self.keeps_weights = all(group.keeps_weights for group in groups)
+            self.keeps_weights = all(group.weights.is_kept for group in groups)
         self.strategy = strategy  # what is sharded between its passes
         # Whether gathered weights, which do not stay, are kept from one microbatch to the next.
         self.stays = False
         self._count_kept_grads()
-        gathered = [one for one in groups if one.keeps_weights == self.keeps_weights]
+        gathered = [one for one in groups if one.weights.is_kept == self.keeps_weights]
         # Bytes that a gather takes.
-        self.weight_bytes = sum(full.nbytes for group in gathered for full in group.weights)
+        self.weight_bytes = sum(group.weights.nbytes for group in gathered)
         self.forward_calls = 0  # of its module, in the last forward pass with gradients
         self.gathered: Any = None  # event after which the weights are there, while GATHERING
         # Whether main weights have changed since they were last gathered.
@@ -100,14 +100,14 @@ class Unit:
         # Whether the gather that was launched last waits for it.
         self.behind_update = False
         # Number of the fixed memory that its weights are gathered into; None without.
-        self.weight_slot = next((one.weight_slot.number for one in gathered), None)
+        self.weight_slot = next((one.weights.slot.number for one in gathered), None)
         self.phase = Phase.READY  # of its compute weights
         self._library = library  # of the weights of `quantized`
         params = [(group, param) for group in groups for param in group.params]
         # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
         # Those whose weights are not main weights: what is written to them is lost.
-        self._lossy = [param for group, param in params if not group.main_is_weight]
+        self._lossy = [param for group, param in params if not group.main.is_compute_weight]
         # How often each of these has been written, when that was last looked at.
         self._versions = self._count_writes()
         # Classes of the parameters while their weights are there.
@@ -222,9 +222,8 @@ class Unit:
     def release_weights(self) -> None:
         """Gives back the memory of gathered weights, on the current stream."""
         for group in self.groups:
-            if not group.keeps_weights:
-                for full in group.weights:
-                    full.release()
+            if not group.weights.is_kept:
+                group.weights.release()
 
     def update_passed(self) -> None:
         """Forgets the unit's update, which the compute stream is behind now."""
@@ -248,14 +247,14 @@ def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
 def _present_class(group: ParamGroup, original: type) -> type:
     if original is not nn.Parameter:
         return original
-    return PresentParameter if group.main_is_weight else GatheredParameter
+    return PresentParameter if group.main.is_compute_weight else GatheredParameter
 
 
 def _label(group: ParamGroup, unit: str) -> None:
     """Labels parameters and buffers, for messages."""
     for entry in group.managed:
         entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
-    for full in group.weights:
+    for full in group.weights.unsharded:
         name = f" ({full.plane.name})" if group.key.quantized else ""
         full.label = f"the gathered weights{name} of {unit}"
     if group.key.requires_grad:

@@ -102,7 +102,7 @@ def _precision_problems(config: Any, chunks: ModelChunks) -> list[str]:
     """Conflicts between the wrapper's dtypes and the optimizer's options."""
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
-    dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
+    dtypes = {policy.grads_dtype, *(group.main.dtype for group in trained)}
     is_aware = config.optimizer == "adam" and config.use_precision_aware_optimizer
     if not is_aware:
         if dtypes == {torch.float32}:

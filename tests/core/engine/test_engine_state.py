@@ -417,13 +417,16 @@ def test_the_first_units_are_loaded_when_the_backwards_are_over(two_ranks):
 def test_main_weights_that_are_compute_weights_or_quantized_stay_on_the_device(two_ranks, changes):
     for strategy in (ZERO_1, ZERO_3):
         for group in build(Setup(strategy, adam=True, offload=True, **changes)).engine.groups:
-            stays = group.main_dtype == group.key.dtype or group.key.quantized is not None
-            assert group.main_on_host == (group.key.requires_grad and not stays)
+            stays = group.main.dtype == group.key.dtype or group.key.quantized is not None
+            assert group.main.is_on_host == (group.key.requires_grad and not stays)
 
 
 def test_main_weights_of_one_rank_in_the_compute_dtype_are_the_compute_weights(two_ranks):
     rig = build(Setup(split=True, whole=True, main_params=None))
-    shared = {group.key.domain: group.main is group.weights[0] for group in rig.engine.groups}
+    shared = {
+        group.key.domain: group.main.buffer is group.weights.unsharded[0]
+        for group in rig.engine.groups
+    }
     assert shared == {DENSE: False, EXPERT: True}
 
 

@@ -166,13 +166,13 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in engine.units:
         for number, group in enumerate(unit.groups):
             name = unit.name + (f"#{number}" if number else "")
-            for full, shard in zip(group.weights, group.weight_shards, strict=True):
+            for full, shard in zip(group.weights.unsharded, group.weights.sharded, strict=True):
                 label = f"{name}.{full.plane.name}"
                 yield label, full.tensor
                 if shard is not full:
                     yield label.replace(".weight", "") + ".inner", shard.tensor
-            if not group.main_is_weight:
-                yield f"{name}.main", group.main.tensor
+            if not group.main.is_compute_weight:
+                yield f"{name}.main", group.main.buffer.tensor
             if group.key.requires_grad:
                 yield f"{name}.bucket", group.grads.bucket.tensor
                 if group.grads.main is not group.grads.bucket:
@@ -194,7 +194,7 @@ def initial_outputs(
     planes, by name of the parameter and of the plane). By the view itself: in slots, units share
     storage."""
     for group in engine.groups:
-        for buffer, shard in zip(group.weights, group.weight_shards, strict=True):
+        for buffer, shard in zip(group.weights.unsharded, group.weights.sharded, strict=True):
             full = torch.zeros(buffer.tensor.shape, dtype=buffer.tensor.dtype)
             for index, managed in enumerate(group.managed):
                 extent = buffer.plane.range(group.layout.item_range(index))

@@ -38,7 +38,7 @@ def gathered_bytes(trainer: TopologyTrainer) -> Iterator[list[int]]:
     buffers = []
     for unit in units:
         for group in unit.groups:
-            buffers.extend(group.weights)
+            buffers.extend(group.weights.unsharded)
     found: list[int] = []
     allocate = FlatBuffer.allocate
 
@@ -51,4 +51,4 @@ def gathered_bytes(trainer: TopologyTrainer) -> Iterator[list[int]]:
 
 
 def nbytes(unit: Unit) -> int:
-    return sum(buffer.nbytes for group in unit.groups for buffer in group.weights)
+    return sum(group.weights.nbytes for group in unit.groups)
