@@ -177,7 +177,7 @@ class EngineConfig:
 
     def _check_reduce_scatter(self) -> None:
         chosen = self.reduce_scatter
-        if not chosen.into_shards or chosen.fixed:
+        if not chosen.finishes or chosen.fixed:
             return
         comm = self.policy.comm_dtype
         grads = self.policy.grads_dtype
@@ -225,7 +225,7 @@ class EngineConfig:
         """True if buckets may hold gradients in the dtype that autograd gives them, where that is
         narrower than the communication dtype. The sums do not change: they are in float32, as if
         each gradient had been cast before, and scaling comes after them."""
-        return self.reduce_scatter.into_shards and not self.scale_before_sum
+        return self.reduce_scatter.finishes and not self.scale_before_sum
 
 
 def forced_overlaps(strategy: Strategy) -> dict[str, bool]:

@@ -294,7 +294,7 @@ def with_slots(
     received_beside = 0
     for row, unit in zip(rows, units, strict=True):
         gathered.append(weights_in_slot(unit) if row.shard_weights and unit else None)
-        narrow = reduce_scatter.into_shards and row.shard_grads
+        narrow = reduce_scatter.finishes and row.shard_grads
         largest = max((bucket_bytes(one, comm, narrow) for one in unit), default=0)
         if unit and (row.shard_grads or comm != precision.grad):
             reduced.append(buckets_in_slot(unit, comm, narrow))

@@ -88,5 +88,5 @@ def launch(
     return works
 
 
-ALL_TO_ALL_SUM = Reduce("all_to_all_sum", launch, into_shards=True)
+ALL_TO_ALL_SUM = Reduce("all_to_all_sum", launch, finishes=True)
 FIXED_ALL_TO_ALL_SUM = replace(ALL_TO_ALL_SUM, name="fixed_all_to_all_sum", fixed=True)

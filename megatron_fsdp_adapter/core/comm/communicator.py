@@ -244,14 +244,15 @@ class Reduce:
     Attributes:
         launch: takes a communicator, and the `Reduction`s of groups that one launch reduces.
             Returns the handles that are still running.
-        into_shards: it scales the sums itself, in float32, and puts them into the main gradients,
-            or adds them to those. Otherwise the sums are left in the outputs of `Reduction`.
+        finishes: it does itself what is done after others (`Reduction.finish`): scales the sums, in
+            float32, and puts them into the main gradients, or adds them to those. Others leave the
+            sums in the outputs of `Reduction`.
         fixed: it receives the pieces of a bucket that is in a slot into a fixed buffer.
     """
 
     name: str
     launch: Callable[[Communicator, Sequence[Any]], list[Any]] = field(repr=False)
-    into_shards: bool = False
+    finishes: bool = False
     fixed: bool = False
 
 

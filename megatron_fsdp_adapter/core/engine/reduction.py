@@ -115,7 +115,7 @@ class Reduction:
         """Scales what came out of the reduction, and puts it into the main gradients or adds it to
         them. Runs after the reduction."""
         reduce = self.reduce
-        if reduce.way.into_shards:  # which has done all that
+        if reduce.way.finishes:  # it has done all that
             return
         group = self.group
         if group.grads.reduced_hook is not None and group.domain.outer is None:
