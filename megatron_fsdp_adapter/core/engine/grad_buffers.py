@@ -107,7 +107,7 @@ class GradBuffers:
         self._params = [entry.param for entry in managed]  # unsharded ones, in layout order
         # The progress in this step.
         self.state = GradState.EMPTY
-        # Those that are legal (`advance`).
+        # Transitions that are legal (`advance`).
         self._transitions = legal_transitions(one_rank, outer, shards.splits_outer)
         # Whether main gradients are released when they are forgotten.
         self._releases_main = one_rank or config.strategy.shard_grads

@@ -77,7 +77,7 @@ class ParamGroup:
         self.params = [entry.param for entry in managed]  # unsharded ones, in layout order
         # Whether the shard axis has one rank.
         self.is_single_rank = key.domain in config.whole
-        # Those of the layout, and buffers over them.
+        # The shards of the layout, and buffers over them.
         self.shards = group_shards(layout, domain, config, runtime)
         weight_slot, bucket_slot = slots
         # The weights that modules compute with.

@@ -29,6 +29,7 @@ CHECKS = (
     "core/engine/params.py",
     "core/engine/group.py",
     "core/engine/grad_buffers.py",
+    "core/engine/weight_buffers.py",
     "core/engine/engine.py",
 )
 
