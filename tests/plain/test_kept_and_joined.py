@@ -78,7 +78,10 @@ def test_weights_that_stay_change_no_bit(rank: int, world: int, names: Any) -> N
         expected = weights_of(plain, name)
         check_same_bits(weights_of(found, name), expected, name)
         assert found.numbers == plain.numbers, name
-        assert found.kept() == (len(found.models[-1].engine.units), 0), name
+        weights, grads = found.kept()
+        assert grads == 0, name
+        if names:  # after a backward that raised nothing is kept for two steps
+            assert weights == len(found.models[-1].engine.units), name
 
 
 KEPT_GRADS: dict[str, tuple[str, str, bool]] = {
