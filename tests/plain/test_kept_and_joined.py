@@ -63,10 +63,14 @@ def weights_of(side: Side, name: str) -> dict[str, torch.Tensor]:
     return side.weights()
 
 
-TWO_LOOPS = ("microbatches_and_clipping", "an_optimizer_every_other_step")
+SOME_LOOPS = (
+    "microbatches_and_clipping",
+    "an_optimizer_every_other_step",
+    "a_block_left_out_at_times",
+)
 
 
-@pytest.mark.parametrize("names", (TWO_LOOPS, pytest.param(None, marks=pytest.mark.full)))
+@pytest.mark.parametrize("names", (SOME_LOOPS, pytest.param(None, marks=pytest.mark.full)))
 @on_ranks(2, seconds=400)
 def test_weights_that_stay_change_no_bit(rank: int, world: int, names: Any) -> None:
     """However the loop clears gradients, and whether it has microbatches."""
