@@ -115,6 +115,7 @@ def test_loops_with_an_outer_axis(rank: int, world: int, strategy: str) -> None:
 
 OFFLOADED = (
     "scheduled_and_clipped",
+    "scaled_losses_and_a_fused_optimizer",
     "clamped",
     "steps_that_raise",
     "state_changed_by_hand",

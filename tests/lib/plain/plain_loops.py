@@ -305,23 +305,37 @@ def scheduled_and_clipped(side: Side) -> None:
         side.numbers += [group["lr"] for group in optimizer.param_groups]
 
 
-@loop
-def scaled_losses(side: Side) -> None:
+def _scaled(side: Side, make: Make, unscales: bool) -> None:
     """One step in four has an infinite gradient."""
     model = side.model()
-    plain = plain_sgd(model.parameters())
+    plain = make(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.7)
     optimizer = side.optimizer(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(STEPS):
         loss = side.loss(model, step)
         scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-        scaler.unscale_(optimizer)
+        if unscales:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
         side.numbers.append(scaler.get_scale())
         optimizer.zero_grad()
+
+
+def _fused_adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """An optimizer that a scaler gives the scale and whether a gradient is infinite. Its step is
+    called in any case, and does nothing then."""
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-3, fused=True)
+
+
+LOOPS |= {
+    "scaled_losses": functools.partial(_scaled, make=plain_sgd, unscales=True),
+    "scaled_losses_and_a_fused_optimizer": functools.partial(
+        _scaled, make=_fused_adamw, unscales=False
+    ),
+}
 
 
 class Cautious(torch.optim.SGD):
