@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ..core.engine.engine import FsdpEngine
 from ..state.not_copyable import NotCopyable
@@ -14,24 +14,16 @@ class GradSync(NotCopyable):
 
     engine: FsdpEngine
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context for all microbatches except the last. It may be nested. Inside, ZeRO-0/1 only
         accumulate gradients; ZeRO-2/3 reduce every microbatch, since they hold no full ones."""
-        before = self.engine.is_last_microbatch
-        self.engine.is_last_microbatch = False
-        try:
-            yield
-        finally:
-            if before is None:
-                before = self.engine.after_no_sync
-            self.engine.is_last_microbatch = before
+        return self.engine.no_sync()
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Chooses what ends a step. True: each backward outside `no_sync`, as a plain training loop
         expects; when `backward()` returns, reductions are over and gradients attached. False: a
         call of `finish_grad_sync`, as Megatron makes it."""
-        self.engine.auto_sync = sync_model
+        self.engine.set_auto_sync(sync_model)
 
     @contextmanager
     def sync(self) -> Iterator[None]:

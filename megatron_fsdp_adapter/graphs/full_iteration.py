@@ -64,7 +64,7 @@ class FullIterationGraphs:
     def _begin(self, training: bool) -> None:
         engine = self._engine
         self._has_graphs = True
-        engine.pinned_by = "a CUDA graph"
+        engine.pin("a CUDA graph")
         roles = (GATHER, REDUCE) if training else (GATHER,)
         for role in roles:
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
@@ -84,7 +84,7 @@ class FullIterationGraphs:
                 group.grads.main.keep_storage()
         self.captured = True
         if self._engine.quantization is not None:
-            self._engine.quantization.at_once = True
+            self._engine.quantization.quantize_at_once()
 
     def keeps_gradients(self) -> bool:
         """True if gradients, which should be forgotten now, have to stay: a replay may follow. The

@@ -284,7 +284,7 @@ class LayerGraphs:
             return "it would be captured behind a pass that runs eagerly and may be in flight"
         if index == len(self._pools):
             self._pools.append(self._graphs.new_pool())
-        self._engine.pinned_by = HELD_BY
+        self._engine.pin(HELD_BY)
         self._kind = (site, template)
         current.index = index
         current.records = records

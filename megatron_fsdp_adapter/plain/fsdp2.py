@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ..core.engine.hooks import RootCall
+from ..core.engine.step import RootCall
 from ..core.problems import raise_problems
 from ..plan.module_problems import parameter_problems
 from ..state.not_copyable import NotCopyable
@@ -159,14 +159,14 @@ class FSDP2Module(NotCopyable, FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether `.grad` is complete after the next backward."""
-        engine_of(self).is_last_microbatch = is_last_backward
+        engine_of(self).microbatch(last=is_last_backward)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,
         and after each backward of a step but the last."""
         engine_of(self)
         for mark in _chosen(self, recurse):
-            mark.unit.stays = not reshard_after_forward
+            mark.unit.stay(not reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

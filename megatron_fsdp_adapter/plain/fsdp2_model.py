@@ -326,7 +326,7 @@ def _engine(root: nn.Module) -> UserLoopEngine:
         lambda module, parent: values_come_later,
         quantized=TransformerEngineParams(),
     )
-    engine.auto_sync = True
+    engine.set_auto_sync(True)
     _set_units(engine, root, plans)
     _distribute_rows()
     mark_shards(engine, root, root)
@@ -368,7 +368,7 @@ def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool
     """Gathers a unit, if a forward runs; True if so. For weights that are read without a call of
     their module: by a loss that computes with the weight of an output layer, for example."""
     alive = engine()
-    if alive is None or alive.running_root is None:
+    if alive is None or alive.step.running is None:
         return False
     alive.gather.unshard(alive.units[ordinal], prefetches=False)
     return True

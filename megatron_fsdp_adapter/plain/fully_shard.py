@@ -272,5 +272,5 @@ def fully_shard_model(
         fsdp_unsharded_budget_gib,
         suggested_communication_unit_size,
     )
-    engine.auto_sync = sync_model_each_microbatch
+    engine.set_auto_sync(sync_model_each_microbatch)
     return FullyShardedModel(module, engine)

@@ -35,6 +35,7 @@ from ..core.config import (
     MixedPrecisionPolicy,
     strategy_named,
 )
+from ..core.engine.step import Last
 from ..core.problems import raise_problems
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
@@ -207,17 +208,17 @@ class MegatronFSDP(FullyShardedModel):
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Sets whether each of the next backwards ends a step. If not, the optimizer's step or
         `finish_grad_sync` ends it. Until then gradients are summed, and `.grad` is None."""
-        self.engine.auto_sync = sync_model
-        self.engine.is_last_microbatch = sync_model
+        self.engine.set_auto_sync(sync_model)
+        self.engine.microbatch(last=sync_model)
 
     @property
     def is_last_microbatch(self) -> bool:
         """True if the next backward may be the last before a step; False if another one follows."""
-        return self.engine.is_last_microbatch is not False
+        return self.engine.is_last is not Last.NO
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self.engine.is_last_microbatch = value
+        self.engine.microbatch(last=value)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Completes this step's reductions and attaches `.grad`; with any `force_all_reduce`."""

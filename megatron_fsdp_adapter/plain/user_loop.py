@@ -23,10 +23,10 @@ from ..build.shard_attributes import mark_shard
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
-from ..core.engine.hooks import RootCall, RootName
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
+from ..core.engine.step import Last, RootCall, RootName
 from ..state.sharded_state_dict import register_state_dict_hooks
 from .optimizer_rows import watch_steps
 
@@ -37,12 +37,12 @@ class UserLoopEngine(FsdpEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.quantization is not None:
-            self.quantization.unnotified = True
-        self.reduce.repeats_outer = True
+            self.quantization.expect_writes()
+        self.reduce.repeat_outer()
         if self.reduce.outer:
             # A rank that runs no microbatch has seen no `no_sync`. With True the others would
             # reduce over the outer axis unit by unit, in another order than that rank.
-            self.after_no_sync = None
+            self.is_last_after_no_sync = Last.UNKNOWN
         # True if unsharded parameters were shown when the last forward began.
         self._began_unsharded = False
         # Those whose `requires_grad` was False when it was last looked at.
@@ -60,8 +60,8 @@ class UserLoopEngine(FsdpEngine):
 
     def root_pre_forward(self, name: RootName) -> None:
         """Notices that a registered method has raised: torch's wrapper of it does not tell."""
-        if self.running_root is RootCall.METHOD and not _runs_method():
-            self.running_root = RootCall.RAISED
+        if self.step.running is RootCall.METHOD and not _runs_method():
+            self.step.forward_raised()
         super().root_pre_forward(name)
 
     def begin_forward(self, name: RootName) -> None:
@@ -84,7 +84,7 @@ class UserLoopEngine(FsdpEngine):
         super().end_evaluation()
         # Gradients were enabled, but the output needs none: all is frozen, or it is tokens.
         if self.counts_calls:
-            self.in_flight = max(0, self.in_flight - 1)
+            self.step.forget_forward()
         if not self._began_unsharded and not torch.is_grad_enabled():
             self.to_sharded()
 
@@ -176,7 +176,7 @@ class UserLoopEngine(FsdpEngine):
         """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
         super().grads_finished()
         # One backward may have ended several forwards, each of which was counted.
-        self.in_flight = 0
+        self.step.forget_forwards()
         for pair in self.trained:
             hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if hooks and pair.sharded.grad is not None:
@@ -192,8 +192,8 @@ class UserLoopEngine(FsdpEngine):
     def recover(self) -> bool:
         """Also forgets what a step's last backward has left if it raised. A loop that skips such a
         step clears `.grad`, but these gradients are not there yet."""
-        failed = self.backward
-        unseen = failed.running and failed.accumulates and failed.is_last is not False
+        failed = self.step.backward
+        unseen = failed.running and failed.accumulates and failed.is_last is not Last.NO
         with_gradients = super().recover()
         if unseen and self.auto_sync:
             self._forget({pair for pair in self.trained if pair.sharded.grad is None}, True)
@@ -215,7 +215,7 @@ class UserLoopEngine(FsdpEngine):
             if self.config.strategy.shard_weights:
                 return
             some_exist = any(pair.sharded.grad is not None for pair in self.trained)
-            if some_exist and not self.grads_attached:  # the user has assigned them
+            if some_exist and not self.step.grads_attached:  # the user has assigned them
                 return
             self.to_unsharded()
             self.gather.unshard_all(as_forward=True)
@@ -243,7 +243,7 @@ class UserLoopEngine(FsdpEngine):
             for group in unit.trainable_groups:
                 with unchecked():
                     frozen = not any(param.requires_grad for param in group.params)
-                group.grads.freeze(frozen, between_passes=self.in_flight <= 0)
+                group.grads.freeze(frozen, between_passes=self.step.in_flight <= 0)
                 if frozen:
                     self._has_frozen_group = True
 
@@ -323,14 +323,17 @@ class UserLoopEngine(FsdpEngine):
             pairs = list(found)
             indices = [pair.index for pair in pairs if pair in chosen]
             others = [pair for pair in pairs if pair not in chosen]
-            others_stay = any(not self.grads_attached or pair in self._attached for pair in others)
+            others_stay = any(
+                not self.step.grads_attached or pair in self._attached for pair in others
+            )
             if indices and others_stay:
                 group.grads.zero(indices, collected)
             elif indices:
                 group.grads.drop(collected)
-        self.grads_attached &= self.has_grads
-        if self.reduce.check is not None and not self.has_grads:
-            self.reduce.check.clear()
+        if not self.has_grads:
+            self.step.forget_grads()
+            if self.reduce.check is not None:
+                self.reduce.check.clear()
 
 
 def _runs_method() -> bool:

@@ -106,8 +106,10 @@ class QuantizedParams(QuantizedWeights):
     """The engine's `QuantizedWeights`, of one library's parameters, which a subclass knows. They
     are quantized again, lazily, after their main weights have changed."""
 
-    at_once = False
-    unnotified = False
+    # Whether changed weights are quantized at once.
+    _at_once = False
+    # Whether main weights may be written without a notification.
+    _unnotified = False
     # Whether main weights have changed since they were quantized.
     _changed = False
     # Whether those of frozen parameters have, too.
@@ -213,16 +215,22 @@ class QuantizedParams(QuantizedWeights):
 
     # Main weights change.
 
+    def expect_writes(self) -> None:
+        self._unnotified = True
+
+    def quantize_at_once(self) -> None:
+        self._at_once = True
+
     def changed(self, loaded: bool, needed: bool) -> None:
         self._changed = True
         self._loaded |= loaded
-        if needed or self.at_once:
+        if needed or self._at_once:
             self.catch_up()
 
     def is_pending(self, trained: bool) -> bool:
         if not trained:
             return self._loaded
-        return self._changed or self.unnotified
+        return self._changed or self._unnotified
 
     @torch.no_grad()
     def catch_up(self) -> None:

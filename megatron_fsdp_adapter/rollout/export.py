@@ -12,6 +12,7 @@ stages, one at a time. `export_shards` does none of that.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from ..core.comm.communicator import Communicator
 from ..core.engine.buffer import COMPUTE_WEIGHTS, MAIN_WEIGHTS, check_here
+from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
@@ -41,6 +43,9 @@ SCALE_SUFFIX = "_scale_inv"
 SCALES = (SCALE, "rowwise_scales")
 BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}
 """Rows and columns that share a scale, by format."""
+
+_EXPORTED: weakref.WeakKeyDictionary[FsdpEngine, int] = weakref.WeakKeyDictionary()
+"""`FsdpEngine.loads` of an engine at its last export of everything."""
 
 ExportedEntry = tuple[str, torch.Tensor]
 ExportedEntries = Iterator[ExportedEntry]
@@ -159,7 +164,7 @@ def _run(chunks: Sequence[_Chunk]) -> ExportedEntries:
             yield from chunk.tensors()
     for chunk in chunks:
         if chunk.frozen_too:
-            chunk.source.engine.exported_loads = chunk.loads
+            _EXPORTED[chunk.source.engine] = chunk.loads
 
 
 def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> ExportedEntries:
@@ -211,7 +216,7 @@ class _Chunk:
         whole_model: bool,
     ) -> None:
         engine = source.engine
-        was_loaded = which == CHANGED and engine.exported_loads != engine.loads
+        was_loaded = which == CHANGED and _EXPORTED.get(engine) != engine.loads
         self.source = source
         self.whole_model = whole_model
         # True if frozen weights are exported, or buffers.

@@ -104,8 +104,6 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
     """Gives back memory of `kinds`; returns the bytes of each. Raises RuntimeError if memory is
     pinned. more: further storages by kind; those of other kinds stay."""
     _check_free(engine, kinds)
-    if engine.stash is None:
-        engine.stash = HostStash(engine.runtime, engine.away)
     if kinds and not engine.away:
         engine.to_sharded()
         engine.zero_grads()
@@ -120,8 +118,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     """Takes back memory of `kinds`. Compute weights are gathered again before their next use."""
-    if engine.stash is not None:
-        engine.stash.take(kinds)
+    engine.stash.take(kinds)
     engine.mark_main_weights_stale()
     engine.gather.mark_stale()
 

@@ -173,7 +173,7 @@ def _ours(
     engine = FsdpEngine(model, plans, dict(index.domains), config, CudaRuntime(device))
 
     def run(x: torch.Tensor, grad: torch.Tensor, is_last: bool) -> None:
-        engine.is_last_microbatch = is_last
+        engine.microbatch(last=is_last)
         with context():
             output = model(x)
         output.backward(grad)

@@ -111,7 +111,8 @@ def _resume(rank: int, world: int, root: str) -> None:
         for when, expected in (("before", bits), ("after", bits), ("left out", left_out)):
             second = made(strategy, seed=4321)
             # As in a graph: bytes are made at once, by the scales that are loaded.
-            second.wrapper.engine.quantization.at_once = when == "after"
+            if when == "after":
+                second.wrapper.engine.quantization.quantize_at_once()
             loaded(second, f"{root}/{when}")
             found = bits_of(second)
             same_planes(found, expected, f"{strategy}, {when}")

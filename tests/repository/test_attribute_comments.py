@@ -18,7 +18,15 @@ PACKAGE = Path(megatron_fsdp_adapter.__file__).parent
 
 FILES = [*sorted(PACKAGE.glob("core/engine/*.py")), PACKAGE / "optim/local_shards.py"]
 
-DATACLASSES = ("Backward", "DomainReduce", "InFlight", "Launched", "Reduction", "_Comparison")
+DATACLASSES = (
+    "Backward",
+    "DomainReduce",
+    "InFlight",
+    "Launched",
+    "Reduction",
+    "Step",
+    "_Comparison",
+)
 """Those that are looked at besides classes with an `__init__`."""
 
 

@@ -12,7 +12,8 @@ main_weights_changed  mark gathered weights stale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch import nn
 from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import Runtime
+from megatron_fsdp_adapter.core.runtime.host_stash import HostStash
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
-from .backward import Backward
 from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
-from .gather import BACKWARD, FORWARD, GatherPipeline, PrefetchOrder
+from .gather import BACKWARD, FORWARD, GatherPipeline
 from .grad_buffers import GradState
 from .group import laid_out
 from .launches import LaunchComparison
@@ -34,6 +35,7 @@ from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
+from .step import Backward, Last, RootCall, RootName, Step
 from .unit import StepBudget, Unit
 
 
@@ -54,35 +56,6 @@ class FsdpEngine:
         quantized: knows the parameters whose format in the plans is a quantized one.
         budget: chooses units that stay unsharded over a step; None: units stay as the plans say.
     """
-
-    is_last_microbatch: bool | None = None
-    """True if no further backward follows in this step; None if that is unknown. The first one then
-    counts as the last where gradients are kept. Elsewhere several may run."""
-    after_no_sync: bool | None = True
-    """Value of `is_last_microbatch` after `no_sync`, if it was None before."""
-    auto_sync = False
-    """True if the last backward of a step also finishes its gradients."""
-    calls_parts = False
-    """True if a schedule runs a part of a pass by itself. Hooks do nothing then."""
-    running_root: hooks.RootName | None = None
-    """The module whose forward runs, or what runs in its place; None between forwards."""
-    counts_calls = True
-    """True if calls of units in the forward that runs are counted: a backward follows it."""
-    in_flight = 0
-    """Number of forwards that wait for their backward."""
-    late_seen = False
-    """True if kept gradients came to some unit after it had been reduced."""
-    grads_attached = False
-    """True if `.grad` of the sharded parameters are the step's gradients. False from the beginning
-    of a backward until all that it gave is reduced."""
-    pinned_by = ""
-    """The holder of addresses in the memory ("a CUDA graph"); "" if memory may be freed."""
-    stash: Any = None
-    """The stash that memory was released to (`rollout/release.py`), if there is one."""
-    loads = 0
-    """Number of reported writes of weights that are not trained."""
-    exported_loads = -1
-    """`loads` at the last export of everything."""
 
     def __init__(
         self,
@@ -112,27 +85,37 @@ class FsdpEngine:
         self.groups = [group for unit in self.units for group in unit.groups]  # of all units
         # Gradients of the groups that are not frozen for good.
         self.grads = [group.grads for group in self.groups if group.key.requires_grad]
-        forward_only = [one.ordinal for one in self.units if not one.backward_reads_weights]
-        self.order = PrefetchOrder(len(self.units), forward_only)  # of gathers
         reducing = [*comms.reduce.values(), *comms.outer.values()]
         self.launches = LaunchComparison(runtime, reducing)  # with those of other ranks
-        self.gather = GatherPipeline(  # gathers weights
-            self.units, config, runtime, comms.gather, comms.outer, self.order, self.launches.log
-        )
+        log = self.launches.log
+        # Gathers weights.
+        self.gather = GatherPipeline(self.units, config, runtime, comms.gather, comms.outer, log)
+        self.order = self.gather.order  # in which units are gathered
         received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
         inner = construction.domain_reduces(config, used, comms.reduce, received)
         outer = construction.outer_reduces(config, comms.outer)
         # Reduces gradients.
-        self.reduce = ReducePipeline(config, runtime, inner, outer, self.launches.log, grad_check)
+        self.reduce = ReducePipeline(config, runtime, inner, outer, log, grad_check)
         self.budget = budget  # chooses the units that stay unsharded over a step, if it may
         self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
         self.away: dict[str, Any] = {}  # by kind, memory that was given back
+        self.stash = HostStash(runtime, self.away)  # has its contents
         self.quantization = quantized and quantized.made(self.groups, self.gather)  # if any
         self.pairs = make_pairs(self.groups)  # both `Parameter` objects of each weight
         self.trained = [pair for pair in self.pairs if pair.grad is not None]  # not frozen ones
         self.switch = ParameterSwitch(self.pairs)  # which of them modules show
         self.saved = hooks.SavedTensorFilter()  # keeps other hooks off the engine's buffers
-        self.backward = Backward(running=False)  # the one that runs, or the last one
+        self.step = Step()  # the one that runs
+        self.is_last = Last.UNKNOWN  # whether the next backward is the last one of its step
+        # Whether the one after `no_sync` is, if that was unknown before.
+        self.is_last_after_no_sync = Last.YES
+        self.auto_sync = False  # whether the last backward of a step also finishes its gradients
+        self.calls_parts = False  # whether a part of a pass runs that a schedule calls by itself
+        # Whether the last forward was with gradients: calls of its units are counted.
+        self.counts_calls = True
+        self.late_seen = False  # whether kept gradients ever came after they had been reduced
+        self.pinned_by = ""  # the holder of addresses in the memory; "" if that may be freed
+        self.loads = 0  # number of reported writes of weights that are not trained
         # Ordinals in the order in which the last backward that accumulates completed the units, so
         # that a rank on which none runs launches as the others do.
         self.completed: Iterable[int] = construction.first_completed(self.units)
@@ -142,24 +125,24 @@ class FsdpEngine:
 
     # A step, in the order in which it happens.
 
-    def root_pre_forward(self, name: hooks.RootName) -> None:
+    def root_pre_forward(self, name: RootName) -> None:
         """A module that holds all parameters is called."""
         in_backward = hooks.in_backward()
-        if not in_backward and self.running_root in (None, hooks.RootCall.RAISED, name):
+        if not in_backward and self.step.running in (None, RootCall.RAISED, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()
-            if in_backward and self.in_flight <= 0:
+            if in_backward and self.step.in_flight <= 0:
                 # A reentrant checkpoint of all: its forward, without gradients, was not counted.
-                self.in_flight = 1
+                self.step.in_flight = 1
                 for unit in self.units:
                     unit.forward_calls = 1
         self.gather.unshard(self.root)
 
-    def begin_forward(self, name: hooks.RootName) -> None:
+    def begin_forward(self, name: RootName) -> None:
         """A forward begins that is inside of no other."""
         self.to_unsharded()
-        if self.backward.running or self.running_root is not None:
+        if not self.step.is_between_passes:
             self.recover()
         self.order.begin(FORWARD)
         self.gather.forward_follows = False
@@ -168,10 +151,10 @@ class FsdpEngine:
         self.counts_calls = torch.is_grad_enabled()
         if self.counts_calls:
             check_here(self.away, "a forward with gradients", BUFFER_KINDS)
-            self.in_flight += 1
+            self.step.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
-        self.running_root = name
+        self.step.running = name
         self.root.busy = True
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
@@ -186,7 +169,7 @@ class FsdpEngine:
                 self.gather.reshard(before)
         else:
             self.to_unsharded()
-            if self.running_root is None or self.counts_calls:
+            if self.counts_calls or self.step.running is None:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):  # from the middle of a forward on
                 self.reduce.retire_all()
@@ -204,7 +187,7 @@ class FsdpEngine:
         in_backward = hooks.in_backward()
         with_gradients = torch.is_grad_enabled()
         unit.busy = in_backward and not with_gradients
-        self.backward.last_returned = unit
+        self.step.backward.last_returned = unit
         if with_gradients:
             reached = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, reached, given)
@@ -216,11 +199,11 @@ class FsdpEngine:
         if ends and (with_gradients or not in_backward):
             self.gather.reshard(unit)
 
-    def root_post_forward(self, name: hooks.RootName, output: Any) -> None:
+    def root_post_forward(self, name: RootName, output: Any) -> None:
         """A module that holds all parameters returns."""
-        if hooks.in_backward() or name != self.running_root:
+        if hooks.in_backward() or name != self.step.running:
             return
-        self.running_root = None
+        self.step.running = None
         self.root.busy = False
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
@@ -233,31 +216,32 @@ class FsdpEngine:
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first call begins it."""
-        if self.backward.running:
-            return self.backward
+        if self.step.backward.running:
+            return self.step.backward
         check_here(self.away, "a backward", BUFFER_KINDS)
         accumulates = hooks.accumulates(self.groups)
-        if self.running_root is None:  # else it runs inside of a forward, which goes on after it
+        if self.step.running is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
         self.gather.unshard(self.root)
         self.reduce.backward_begins(self.root, accumulates=accumulates)
-        return self.backward
+        return self.step.backward
 
     def start_backward(self, accumulates: bool) -> None:
         """A backward begins, whether its units are reached by hooks or by a schedule."""
-        is_last = self.is_last_microbatch is not False
+        step = self.step
+        may_be_last = self.is_last is not Last.NO
         # Kept gradients can be reduced only once.
-        waits = accumulates and is_last and (self.in_flight > 1 or self.late_seen)
+        waits = accumulates and may_be_last and (step.in_flight > 1 or self.late_seen)
         around = frozenset([unit.ordinal for unit in self.units if unit.busy])
-        self.backward = Backward(accumulates, self.is_last_microbatch, waits, around)
-        self.gather.microbatch_follows = self.is_last_microbatch is False
+        step.backward = Backward(accumulates, self.is_last, waits, around)
+        self.gather.microbatch_follows = not may_be_last
         if accumulates:
-            self.grads_attached = False
+            step.grads_attached = False
             # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
             # pipeline other forwards may still wait for their backward, which then follows.
-            self.gather.forward_follows = self.in_flight == 1 and not is_last
+            self.gather.forward_follows = step.in_flight == 1 and not may_be_last
             self.gather.updates.begin_backward()
 
     def pre_backward(self, unit: Unit) -> None:
@@ -280,7 +264,7 @@ class FsdpEngine:
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are known: reshards it, and reduces it if that is due."""
-        backward = self.backward
+        backward = self.step.backward
         backward.done[unit.ordinal] = None
         if unit.ordinal not in backward.around:
             unit.busy = False
@@ -294,11 +278,10 @@ class FsdpEngine:
             self._take_grads(unit)
 
     def _take_grads(self, unit: Unit) -> None:
-        backward = self.backward
+        backward = self.step.backward
         self.reduce.backward_done(
             unit,
-            is_last=backward.is_last is not False,
-            is_known_last=backward.is_last is True,
+            backward.is_last,
             # A unit that reduces some gradients in each backward gives its bucket to the next.
             more_may_come=backward.waits and unit.reduces_each,
         )
@@ -308,7 +291,9 @@ class FsdpEngine:
         gradient or that were not reached, and units to which gradients came late. They come late if
         a part of the graph between a weight and the loss is older than the unit's call (autocast
         keeps casts), or if a unit ran more often than was counted."""
-        backward = self.backward
+        backward = self.step.backward
+        if not backward.running:  # its gradients were forgotten meanwhile
+            return
         if backward.accumulates:
             for unit in reversed(self.units):
                 self._complete_at_end(unit)
@@ -316,12 +301,12 @@ class FsdpEngine:
         backward.running = False
         if backward.accumulates:
             self.completed = backward.done
-            self.in_flight -= 1
-            if self.auto_sync and self.is_last_microbatch is not False:
+            self.step.in_flight -= 1
+            if self.auto_sync and self.is_last is not Last.NO:
                 self.finish_grads()
 
     def _complete_at_end(self, unit: Unit) -> None:
-        if unit.ordinal not in self.backward.done:
+        if unit.ordinal not in self.step.backward.done:
             self.complete(unit)
             return
         is_late = any(group.grads.has_untaken() for group in unit.trainable_groups)
@@ -351,7 +336,7 @@ class FsdpEngine:
             RuntimeError: gradients of this rank were not finite, with a `grad_check`; or ranks have
                 launched different collectives in this step, on CUDA in the one before.
         """
-        if not self.grads_attached and not self._is_idle:
+        if not self.step.grads_attached and not self._is_idle:
             self.reduce_grads()
             self.reduce.finish()
             self.to_sharded()
@@ -373,7 +358,7 @@ class FsdpEngine:
                 continue
             if pair.sharded.requires_grad or pair.sharded.grad is not None:
                 pair.attach_grad()
-        self.grads_attached = True
+        self.step.grads_attached = True
 
     def grads_finished(self) -> None:
         """All gradients of a step are attached."""
@@ -395,14 +380,13 @@ class FsdpEngine:
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self.backward.running or self.running_root is not None or self.gather.holds_any:
+        if not self.step.is_between_passes or self.gather.holds_any:
             self.recover()
-        self.in_flight = 0
+        self.step = Step()
         self.gather.updates.drop_loads()
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()
-        self.grads_attached = False
         for pair in self.trained:
             pair.drop_grad()
         for grads in self.grads:
@@ -413,15 +397,38 @@ class FsdpEngine:
     def recover(self) -> bool:
         """Forgets a forward or backward that raised. Nothing is in flight or in use afterwards.
         Returns whether that pass was one with gradients."""
-        with_gradients = self.counts_calls or self.backward.running
-        self.backward.running = False
-        self.running_root = None
-        self.in_flight = 0
+        with_gradients = self.counts_calls or self.step.backward.running
+        # Attached gradients stay: it may have been an evaluation in front of the optimizer's step.
+        self.step = Step(grads_attached=self.step.grads_attached)
         self.reduce.abandon(self.units)
         self.gather.reshard_held(stay=not with_gradients)
         if self.budget is not None:
             self.budget.pass_raised(self, with_gradients)
         return with_gradients
+
+    # What a training loop or a graph tells.
+
+    def microbatch(self, last: bool) -> None:
+        """Sets whether the next backwards are the last ones of their steps."""
+        self.is_last = Last.YES if last else Last.NO
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context for backwards that are not the last one of their step."""
+        before = self.is_last
+        self.is_last = Last.NO
+        try:
+            yield
+        finally:
+            self.is_last = self.is_last_after_no_sync if before is Last.UNKNOWN else before
+
+    def set_auto_sync(self, auto_sync: bool) -> None:
+        """Sets whether the last backward of a step also finishes its gradients."""
+        self.auto_sync = auto_sync
+
+    def pin(self, holder: str) -> None:
+        """Refuses to release memory from now on, as `holder` has its addresses."""
+        self.pinned_by = holder
 
     # What modules show. Main weights may be read and written while it is sharded parameters.
 
@@ -441,17 +448,11 @@ class FsdpEngine:
     def to_sharded(self) -> None:
         check_here(self.away, "reading or writing main weights", [MAIN_WEIGHTS])
         self.gather.updates.settle()
-        self.switch.show(unsharded=False, before=self._give_up_unsharded)
-
-    def _give_up_unsharded(self) -> None:
-        self.gather.check_writes()
-        self.gather.reshard_staying()
-        self.gather.quiesce()
+        self.switch.show(unsharded=False, before=self.gather.give_up)
 
     def show_between_passes(self) -> None:
         """Shows sharded parameters, unless a forward runs or waits for its backward."""
-        idle = self.running_root is None and not self.backward.running
-        if idle and self.in_flight <= 0 and not self.away:
+        if self.step.awaits_nothing and not self.away:
             self.to_sharded()
 
     def mark_main_weights_stale(self) -> None:

@@ -153,7 +153,6 @@ class GatherPipeline:
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
-        order: PrefetchOrder,
         log: LaunchLog,
     ) -> None:
         self.units = units  # in module order, root last
@@ -161,7 +160,9 @@ class GatherPipeline:
         self.runtime = runtime  # streams and storage
         self.communicators = communicators  # by domain, for gathers over the shard axis
         self.outer = outer  # by domain, for gathers over the outer axis
-        self.order = order  # of requests, which tells the units that are needed next
+        forward_only = [one.ordinal for one in units if not one.backward_reads_weights]
+        # Of requests; it tells the units that are needed next.
+        self.order = PrefetchOrder(len(units), forward_only)
         self.log = log  # notes every gather
         self.updates = DeferredUpdates(units, runtime)  # that gathers wait for
         # Whether a forward pass comes right after the backward pass that is running. If so, the end
@@ -424,6 +425,16 @@ class GatherPipeline:
         """Orders the compute stream behind all gathers: main weights may be written after this."""
         self.runtime.follow(COMPUTE, GATHER)
         self._unordered = False
+
+    def give_up(self) -> None:
+        """Ends the use of gathered weights: main weights may be written after this.
+
+        Raises:
+            RuntimeError: gathered weights were written (`check_writes`).
+        """
+        self.check_writes()
+        self.reshard_staying()
+        self.quiesce()
 
     def begin_step(self) -> None:
         """Prepares for an optimizer that writes main weights next.

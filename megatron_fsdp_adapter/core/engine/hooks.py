@@ -55,19 +55,6 @@ _OPAQUE = (
 """Types that are not searched for tensors."""
 
 
-class RootCall(enum.Enum):
-    """`FsdpEngine.running_root` where it is no module that is called."""
-
-    # A method of the root, of torch's `register_fsdp_forward_method`, runs. The root may be called
-    # inside of it.
-    METHOD = "a registered method"
-    # Until another forward begins, of whatever module.
-    RAISED = "a forward that raised"
-
-
-RootName = str | RootCall
-"""The name of a module that holds all parameters, or what is in its place."""
-
 EngineRef = Callable[[], Any]
 """A weak reference to an `FsdpEngine`, whose module imports this one."""
 
@@ -318,8 +305,8 @@ def _leave(engine: EngineRef, key: Any, module: nn.Module, args: Any, out: Any) 
     alive = engine()
     if alive is not None:
         alive.saved.leave(key)
-        if alive.running_root == key:  # its own hook behind forward has not run
-            alive.running_root = RootCall.RAISED
+        if alive.step.running == key:  # its own hook behind forward has not run
+            alive.step.forward_raised()
 
 
 def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None]:

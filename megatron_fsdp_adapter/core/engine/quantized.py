@@ -18,16 +18,7 @@ from torch import nn
 
 class QuantizedWeights(Protocol):
     """The quantized weights of one engine. `param` is always one of them. It is not guarded
-    (`guard_class`) unless that is stated.
-
-    Attributes:
-        at_once: whether changed weights are quantized at once and not when they are needed.
-        unnotified: whether main weights may be written without a notification: those that are
-            trained count as changed at any time.
-    """
-
-    at_once: bool
-    unnotified: bool
+    (`guard_class`) unless that is stated."""
 
     # Construction.
 
@@ -59,6 +50,13 @@ class QuantizedWeights(Protocol):
         `param` may be guarded: its fields can be assigned and not read."""
 
     # Main weights change.
+
+    def expect_writes(self) -> None:
+        """Expects that main weights are written without a notification: from now on those that are
+        trained count as changed at any time."""
+
+    def quantize_at_once(self) -> None:
+        """From now on quantizes changed weights at once, and not when they are needed."""
 
     def changed(self, loaded: bool, needed: bool) -> None:
         """Notes that main weights were written. loaded: also those of frozen parameters. needed:

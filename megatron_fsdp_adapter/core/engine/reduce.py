@@ -32,6 +32,7 @@ from .buffer import FlatBuffer
 from .grad_buffers import GradState
 from .group import ParamGroup
 from .reduction import DomainReduce, Reduction, scale_each
+from .step import Last
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -137,6 +138,10 @@ class ReducePipeline:
         # (`_take_back`).
         self.repeats_outer = False
 
+    def repeat_outer(self) -> None:
+        """Lets further backwards follow a reduction over an outer axis."""
+        self.repeats_outer = True
+
     def backward_begins(self, unit: Unit, *, accumulates: bool) -> None:
         """Gives storage to the buckets that `unit`'s modules will write into by themselves.
 
@@ -171,20 +176,18 @@ class ReducePipeline:
                 if not group.grads.is_kept:
                     group.grads.bucket.release()
 
-    def backward_done(
-        self, unit: Unit, *, is_last: bool, is_known_last: bool, more_may_come: bool = False
-    ) -> None:
+    def backward_done(self, unit: Unit, last: Last, *, more_may_come: bool = False) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
 
-        is_last: no backward is known to follow in this step.
-        is_known_last: none will follow, so that the reduction over an outer axis may start, which
-            cannot be repeated.
+        last: whether it is the last backward of this step. Only if that is known may the reduction
+            over an outer axis start, which cannot be repeated.
         more_may_come: this backward may give `unit` more gradients, so that kept gradients are not
             reduced yet.
         """
         groups = unit.active_groups
         if not groups:
             return
+        is_known_last = last is Last.YES
         self._outer_in_backward = is_known_last
         self._begin(unit, groups)
         for group in groups:
@@ -192,7 +195,7 @@ class ReducePipeline:
         self._note(unit)
         ready = groups
         # With sharded gradients the caller need not know which microbatch is the last.
-        ends = is_known_last if self.config.strategy.shard_grads else is_last
+        ends = is_known_last if self.config.strategy.shard_grads else last is not Last.NO
         if not ends or more_may_come or not self.config.overlap_grad_reduce:
             ready = [group for group in groups if not group.grads.is_kept]
         if ready:

@@ -145,6 +145,10 @@ class Unit:
             group.grads.keep(not row.shard_grads)
         self._count_kept_grads()
 
+    def stay(self, stays: bool) -> None:
+        """Sets whether gathered weights are kept from one microbatch to the next."""
+        self.stays = stays
+
     @property
     def active_groups(self) -> list[ParamGroup]:
         """The groups whose gradients the present backward collects: those that are not idle, and

@@ -23,11 +23,11 @@ from torch import nn
 
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.gather import BACKWARD, FORWARD
+from ...core.engine.scheduled_pass import ScheduledPass
 from ...core.engine.unit import Unit
 from ..options.rules import is_on
 from ..options.table import DELAY
 from ..options.table import PARTS_OF_LAYERS as OPTION
-from .scheduled_pass import ScheduledPass
 
 BUILD = "build_schedule_plan"
 FIRST = ("pre_dispatch_computation", "attn")

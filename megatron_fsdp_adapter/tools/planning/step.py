@@ -113,7 +113,7 @@ def _run_step(
         runtime.mark("microbatch")
         if index + warmup < count:
             forward()
-        engine.is_last_microbatch = index == count - 1
+        engine.microbatch(last=index == count - 1)
         runtime.part = "backward"
         torch.autograd.backward(waiting.pop(0).sum())
     runtime.part = "finish"

@@ -42,7 +42,7 @@ from tests.lib.quantized.quantized_cases import PlainQuantizedRig
 
 CHECKS = (
     "core/engine/engine.py",
-    "core/engine/backward.py",
+    "core/engine/step.py",
     "core/engine/gather.py",
     "core/engine/reduce.py",
     "core/engine/reduction.py",

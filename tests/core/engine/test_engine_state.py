@@ -16,6 +16,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers, GradState
 from megatron_fsdp_adapter.core.engine.params import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
+from megatron_fsdp_adapter.core.engine.step import Step
 from megatron_fsdp_adapter.core.engine.unit import Phase, Unit
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
@@ -31,6 +32,7 @@ CHECKS = (
     "core/engine/grad_buffers.py",
     "core/engine/weight_buffers.py",
     "core/engine/engine.py",
+    "core/engine/step.py",
 )
 
 LEGAL = {
@@ -320,6 +322,21 @@ def test_the_optimizer_has_gradients_from_the_end_of_backwards_to_their_zeroing(
         expect_gradients(False)
         rig.zero()
         expect_gradients(False)
+
+
+@pytest.mark.parametrize("strategy", [ZERO_1, ZERO_3])
+def test_a_step_that_is_forgotten_inside_its_backward_is_not_ended_by_it(two_ranks, strategy):
+    rig = build(Setup(strategy))
+    rig.step()
+    rig.zero()
+    loss = rig.loss()
+    last = rig.model.embedding.weight
+    hook = last.register_post_accumulate_grad_hook(lambda param: rig.engine.zero_grads())
+    loss.backward()
+    hook.remove()
+    assert rig.engine.step == Step()
+    assert not rig.engine.has_grads
+    rig.step()
 
 
 def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(two_ranks):

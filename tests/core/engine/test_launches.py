@@ -83,7 +83,7 @@ def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> No
         )
     check_weights(sides[1].weights(), sides[0].weights(), "without ranks", 1e-5)
     model, optimizer = sharded(strategy, mesh)
-    model.engine.is_last_microbatch = True
+    model.engine.microbatch(last=True)
     assert "(outer axis)" in _error_of_a_step(model, optimizer, rank, world, path)
 
 

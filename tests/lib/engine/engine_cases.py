@@ -104,7 +104,7 @@ class Rig(Loop):
 
     def last(self, is_last: bool) -> None:
         if self.setup.told:
-            self.engine.is_last_microbatch = is_last
+            self.engine.microbatch(last=is_last)
 
     @torch.no_grad()
     def optimizer_step(self) -> None:

@@ -209,7 +209,7 @@ def check_cell(cell: Cell, rank: int, steps: int = 2) -> float:
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
         exact, absolute = exact_gradients(cell, full_params(model), step, rank)
         for microbatch in range(cell.microbatches):
-            model.engine.is_last_microbatch = microbatch == cell.microbatches - 1
+            model.engine.microbatch(last=microbatch == cell.microbatches - 1)
             model(tokens(step, microbatch, rank)).backward()
         worst = max(worst, check_gradients(model, cell, exact, absolute))
         check_update(model, optimizer, cell)

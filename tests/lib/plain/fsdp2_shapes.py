@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -184,9 +183,7 @@ def wrapped_whole(shard: Shards, made: Any, strategy: str, **options: Any) -> An
     wrapped: Any = fully_shard_model(
         made, None, [Block], mixed_precision_policy=policy, data_parallel_sharding_strategy=strategy
     )
-    wrapped.set_requires_gradient_sync = functools.partial(
-        setattr, wrapped.engine, "is_last_microbatch"
-    )
+    wrapped.set_requires_gradient_sync = wrapped.engine.microbatch
     return wrapped
 
 

@@ -21,6 +21,7 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
     install,
 )
+from megatron_fsdp_adapter.core.engine.step import Last
 from tests.lib.gpt.gpt import (
     Case,
     Trainer,
@@ -323,9 +324,9 @@ def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     engine = trainer.wrapper.engine
     for _ in range(2):
         with pytest.raises(KeyError), trainer.wrapper.no_sync():
-            assert not engine.is_last_microbatch
+            assert engine.is_last is Last.NO
             raise KeyError
-        assert engine.is_last_microbatch
+        assert engine.is_last is Last.YES
 
 
 def test_what_is_wrapped_is_not_wrapped_again_and_its_optimizer_is_megatrons(trainer) -> None:

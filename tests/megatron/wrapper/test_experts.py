@@ -60,7 +60,7 @@ from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = (
     "megatron/layers/schedule_plans.py",
-    "megatron/layers/scheduled_pass.py",
+    "core/engine/scheduled_pass.py",
     "megatron/wrapper/domains.py",
     "megatron/wrapper/units.py",
 )

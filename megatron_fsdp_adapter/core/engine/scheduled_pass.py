@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...core.engine.engine import FsdpEngine
-from ...core.engine.gather import BACKWARD
-from ...core.engine.unit import Unit
+from .engine import FsdpEngine
+from .gather import BACKWARD
+from .unit import Unit
 
 
 class ScheduledPass:
@@ -39,15 +39,16 @@ class ScheduledPass:
         direction: str,
         before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
     ) -> None:
-        self._engine = engine
-        self._stages = stages
-        self._throughout = throughout
-        self._is_backward = direction == BACKWARD
+        self._engine = engine  # whose units these are
+        self._stages = stages  # in the order in which the pass goes through them
+        self._throughout = throughout  # units that any part may read
+        self._is_backward = direction == BACKWARD  # else it is a forward
+        # Called in a backward before the gradients of units are reduced.
         self._before_grads = before_grads
-        # Numbers of stages. A stage is held when it is entered, or gathered ahead.
+        # Numbers of stages that are held: those that are entered, or gathered ahead.
         self._held: set[int] = set()
-        self._entered: set[int] = set()
-        self._left: set[int] = set()
+        self._entered: set[int] = set()  # numbers of stages a part of which has begun
+        self._left: set[int] = set()  # numbers of stages that are over
 
     @contextmanager
     def part_of(self, stage: int) -> Iterator[None]:
@@ -111,7 +112,7 @@ class ScheduledPass:
             engine.start_backward(accumulates=True)
         else:
             engine.to_unsharded()
-            engine.in_flight += 1
+            engine.step.in_flight += 1
         engine.gather.forward_follows = False
 
     def _hold(self, stage: int) -> None:
