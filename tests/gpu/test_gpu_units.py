@@ -4,6 +4,8 @@ Joined and unsharded ones: test_gpu_matrix.py."""
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs
 
-from megatron_fsdp_adapter import fully_shard, fully_shard_model
+from megatron_fsdp_adapter import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.build.auto_budget import failed_allocations
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
@@ -151,12 +153,12 @@ def gives_memory_back(rank: int, world: int) -> str:
         losses[budget] = [train_step(trainer, data)[0] for _ in range(KEPT)]
         for taker in range(world):
             if budget:
-                used.append(trainer.wrapper.engine.used)
+                used.append(trainer.wrapper.engine.budget.used)
                 if rank == taker:
                     _take_all_memory(device)
             losses[budget] += [train_step(trainer, data)[0] for _ in range(AGREED)]
         if budget:
-            used.append(trainer.wrapper.engine.used)
+            used.append(trainer.wrapper.engine.budget.used)
         del trainer
     assert used[0] > 0, used
     assert used[1] <= used[0] // 2, used
@@ -165,9 +167,51 @@ def gives_memory_back(rank: int, world: int) -> str:
     return f"{[round(one / GIB, 3) for one in used]} GiB in use; losses {losses[AUTO]}"
 
 
+JOINED = 3 * 1024 * 1024
+"""Elements of three of the `Layers`."""
+
+
+def keeps_and_joins_in_a_plain_loop(rank: int, world: int) -> str:
+    """Units stay unsharded for a budget that is found, or layers are joined: losses are those of
+    units that come and go. Returns the seconds of the last step."""
+    ways: dict[str, dict[str, Any]] = {
+        "apart": {},
+        "found": {BUDGET: AUTO},
+        "joined": {"suggested_communication_unit_size": JOINED},
+    }
+    losses: dict[str, list[float]] = {}
+    seconds = {}
+    for way, options in ways.items():
+        torch.manual_seed(0)
+        model = fully_shard_model(Layers().cuda(), **options)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses[way] = []
+        for step in range(KEPT):
+            began = time.perf_counter()
+            for microbatch in range(4):
+                torch.manual_seed(100 * step + 10 * microbatch + rank)
+                with nullcontext() if microbatch == 3 else model.no_sync():
+                    loss = model(torch.randn(512, 1024, device="cuda")).square().mean()
+                    loss.backward()
+                losses[way].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            seconds[way] = round(time.perf_counter() - began, 4)
+        budget = model.engine.budget
+        assert way != "found" or (budget is not None and budget.used > 0)
+        del model, optimizer, loss
+    assert losses["joined"] == losses["apart"]
+    found, apart = torch.tensor(losses["found"]), torch.tensor(losses["apart"])
+    # Kept gradients are summed over microbatches before ranks.
+    torch.testing.assert_close(found, apart, rtol=1e-4, atol=0)
+    return str(seconds)
+
+
 DEVICE_CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
 DEVICE_CHECKS["begins on the host"] = Check(begins_on_the_host)
 DEVICE_CHECKS["gives memory back"] = Check(gives_memory_back)
+DEVICE_CHECKS["a plain loop"] = Check(keeps_and_joins_in_a_plain_loop)
 OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
