@@ -273,12 +273,12 @@ class GroupShards:
     held: ShardSpec
     """The part of `inner` that this rank's optimizer updates."""
 
-    @property
+    @functools.cached_property
     def splits_axis(self) -> bool:
         """True if main weights are sharded over the shard axis."""
         return self.inner is not self.full
 
-    @property
+    @functools.cached_property
     def splits_outer(self) -> bool:
         """True if those shards are split again over the outer axis."""
         return self.held is not self.inner

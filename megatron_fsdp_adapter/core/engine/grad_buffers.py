@@ -12,6 +12,7 @@ reduction, and freed after it.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
@@ -178,7 +179,7 @@ class GradBuffers:
         """Sets the hook that changes reduced gradients in place."""
         self.reduced_hook = hook
 
-    @property
+    @functools.cached_property
     def has_transient_bucket(self) -> bool:
         """True if the bucket is a buffer of its own, which comes and goes."""
         return self.bucket is not self.main

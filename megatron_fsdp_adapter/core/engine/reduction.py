@@ -83,7 +83,7 @@ class Reduction:
     def _copy_to_main(self) -> Callable[[Sequence[torch.Tensor]], None]:
         return copies_to(self.main)
 
-    @property
+    @functools.cached_property
     def main(self) -> Sequence[torch.Tensor]:
         """The main gradients that the result is put into or added to."""
         return self.group.grads.inner_segments

@@ -14,6 +14,7 @@ optim_grads_params keeps its shard of compute weights, in any format, between st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -94,12 +95,12 @@ class WeightBuffers:
             else:
                 quantized.move(param, views)
 
-    @property
+    @functools.cached_property
     def keeps_shards(self) -> bool:
         """True if this rank's part is kept beside unsharded weights, which come and go."""
         return self.sharded is not self.unsharded
 
-    @property
+    @functools.cached_property
     def keeps_own(self) -> bool:
         """True if this rank's part stays while the unit does not compute."""
         return self.is_kept or self.keeps_shards
@@ -163,12 +164,12 @@ class MainWeights:
                 given = values[param].reshape(-1)[part.start : part.stop]
                 rows.copy_(given.view(rows.shape))
 
-    @property
+    @functools.cached_property
     def is_compute_weight(self) -> bool:
         """True if they are a slice of the kept compute weights."""
         return self.device_buffer is self._weights.unsharded[0]
 
-    @property
+    @functools.cached_property
     def is_on_host(self) -> bool:
         """True if they are in host memory."""
         return self.buffer is not self.device_buffer
