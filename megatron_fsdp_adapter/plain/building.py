@@ -21,7 +21,7 @@ from ..core.topology import ShardDomain
 from ..plan.module_problems import module_problems
 from ..plan.unit_classes import UNIT_CLASSES_OPTION as UNITS
 from ..plan.unit_classes import classes_of, repeated_layers
-from ..plan.unit_grouping import group_layers
+from ..plan.unit_grouping import described, group_layers
 from ..plan.unsharded_budget import AUTO, GIB, with_unsharded_units
 from ..quantized import TransformerEngineParams, format_of
 from .casts import cast_inputs_of
@@ -53,7 +53,9 @@ def engine_for(
     config = with_single_rank_domains(config, domains)
     finds_budget = budget_gib == AUTO
     given = 0 if finds_budget else int(float(budget_gib) * GIB)
-    plans, kept = with_unsharded_units(plans, config, domains, given)
+    kept = None
+    if given:
+        plans, kept = with_unsharded_units(plans, config, domains, given)
     engine = build_engine(
         UserLoopEngine,
         SUBJECT,
@@ -73,8 +75,11 @@ def engine_for(
     if dist.get_rank() == 0:
         if named is None:
             _announce(module, list(units.values()), engine)
-        if given:
-            print(f"{SUBJECT}: {kept.described(f'{budget_gib:g}')}", flush=True)
+        texts = [described(plans)]
+        if kept is not None:
+            texts.append(kept.described(f"{budget_gib:g}"))
+        for text in filter(None, texts):
+            print(f"{SUBJECT}: {text}", flush=True)
     return engine
 
 

@@ -35,6 +35,7 @@ from ..core.config import (
     strategy_named,
 )
 from ..core.distributed_index import FSDPDistributedIndex
+from ..plan.unit_grouping import UNIT_NUMEL
 from ..plan.unsharded_budget import (
     BUDGET_OPTION,
     NO_BUDGET,
@@ -187,7 +188,7 @@ def _raise_unit_problems(budget: Any, numel: int, strategy: Strategy) -> None:
         raise ValueError(f"{BUDGET_OPTION}={budget!r}: {NOTHING_TO_KEEP}")
     if numel < 0:
         raise ValueError(
-            f"suggested_communication_unit_size={numel}: the number of elements up to which layers "
+            f"{UNIT_NUMEL}={numel}: the number of elements up to which layers "
             "are joined must be at least 0. Use 0 (each layer is a unit) or more"
         )
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 
 from megatron_fsdp_adapter.core.engine.partition import TO, UnitPlan
 
+UNIT_NUMEL = "suggested_communication_unit_size"
+"""The option with the elements up to which layers are joined."""
+
 JOINED_NUMEL = 100_000_000
 JOINED_PART = 16
 """Limits of a joined unit by default: its elements; its part of all layers, as a reciprocal.
@@ -95,3 +98,16 @@ def as_one_unit(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     more = (*one.more, *other.modules)
     reads = one.backward_reads_weights or other.backward_reads_weights
     return replace(one, name=name, groups=groups, more=more, backward_reads_weights=reads)
+
+
+def described(plans: Sequence[UnitPlan]) -> str:
+    """A description of grouped layers, for the line that a wrapper prints; empty if there are
+    none."""
+    grouped = [plan for plan in plans if plan.more]
+    if not grouped:
+        return ""
+    largest = max(grouped, key=lambda plan: plan.numel)
+    return (
+        f"layers are joined by {len(largest.modules)} to units of {largest.numel} elements "
+        f"({UNIT_NUMEL}=0 leaves them apart)"
+    )

@@ -143,8 +143,6 @@ def with_unsharded_units(
 ) -> tuple[list[UnitPlan], UnshardedUnits]:
     """The `plans`, changed so that some units stay unsharded over a step, for `budget` bytes; and
     which units these are. The budget is not spent on domains that stay whole anyway."""
-    if not budget:
-        return list(plans), UnshardedUnits((config.strategy,) * len(plans), 0)
     plans = laid_out(plans, domains, config)
     layouts = []
     forward_only = []

@@ -198,7 +198,7 @@ def keeps_and_joins_in_a_plain_loop(rank: int, world: int) -> str:
             optimizer.zero_grad()
             torch.cuda.synchronize()
             seconds[way] = round(time.perf_counter() - began, 4)
-        budget = model.engine.budget
+        budget: Any = model.engine.budget
         assert way != "found" or (budget is not None and budget.used > 0)
         del model, optimizer, loss
     assert losses["joined"] == losses["apart"]

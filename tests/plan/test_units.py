@@ -24,9 +24,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGY_ROWS
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.layers.schedule_plans import OPTION as PLANS
-from megatron_fsdp_adapter.megatron.options.ddp_options import unsharded_budget
+from megatron_fsdp_adapter.megatron.options.ddp_options import unit_numel, unsharded_budget
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, engine_fields
-from megatron_fsdp_adapter.megatron.options.unit_size import unit_numel
 from megatron_fsdp_adapter.megatron.wrapper.units import chosen_units
 from megatron_fsdp_adapter.plan.memory import Precision
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB, unsharded_units
@@ -72,7 +71,7 @@ from tests.lib.ranks.shared_ranks import on_ranks
 CHECKS = (
     "plan/unsharded_budget.py",
     "plan/unit_grouping.py",
-    "megatron/options/unit_size.py",
+    "megatron/options/ddp_options.py",
     "megatron/wrapper/model_plan.py",
     "megatron/wrapper/units.py",
     "megatron/layers/schedule_plans.py",

@@ -5,6 +5,7 @@ Names and meanings of options are Megatron-LM main's; `table.py` has them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from ...build.auto_budget import AutoBudget
 from ...build.grad_check import GradCheck
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
 from ...core.runtime.rank_warnings import warn
+from ...plan.unit_grouping import UNIT_NUMEL, default_unit_numel
 from ...plan.unsharded_budget import AUTO, GIB
+from .cuda_graphs import captures_iteration, captures_layers
 from .rules import is_on
 from .table import (
     BUDGET,
     GRAD_COMM,
     MAIN_GRADS,
     MAIN_PARAMS,
+    OFFLOAD,
+    PARTS_OF_LAYERS,
     TRANSPOSES,
     engine_fields,
     read,
@@ -46,6 +51,25 @@ def auto_budget(config: Any, ddp_config: Any) -> AutoBudget | None:
 def _chunk_count(config: Any) -> int:
     """The number of model chunks on each device: several with interleaved pipeline stages."""
     return config.virtual_pipeline_model_parallel_size or 1
+
+
+def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int:
+    """Elements up to which layers are grouped; 0: not grouped.
+
+    By default layers are not grouped if each must be a unit, or if training is not launch-bound.
+
+    Args:
+        config: the model's.
+        layer_numels: elements of each layer.
+    """
+    asked = read(ddp_config, UNIT_NUMEL)
+    if asked is not None:
+        return int(asked)
+    if captures_layers(config) or is_on(config, PARTS_OF_LAYERS):
+        return 0  # each layer must be a unit
+    if captures_iteration(config) or is_on(ddp_config, OFFLOAD):
+        return 0  # training is not launch-bound
+    return default_unit_numel(layer_numels)
 
 
 def grad_check(ddp_config: Any) -> GradCheck | None:

@@ -18,6 +18,7 @@ import torch
 from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
+from ...plan.unit_grouping import UNIT_NUMEL
 from ...plan.unsharded_budget import AUTO, NO_BUDGET, NOTHING_TO_KEEP, can_keep, is_budget
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, Rules, is_on, off
@@ -25,7 +26,6 @@ from .rules import Rule, Rules, is_on, off
 STRATEGY = "data_parallel_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
 OUTER = "outer_dp_sharding_strategy"
-UNIT_NUMEL = "suggested_communication_unit_size"
 MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
 MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
 GRAD_COMM = "megatron_fsdp_grad_comm_dtype"

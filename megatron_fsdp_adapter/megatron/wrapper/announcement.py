@@ -9,10 +9,10 @@ import torch
 
 from ...core.engine.group import ParamGroup
 from ...core.topology import DENSE
+from ...plan.unit_grouping import described
 from ...plan.unsharded_budget import AUTO, BUDGET_OPTION, GIB
 from ..options.rules import is_on
 from ..options.settings import FP8_PARAM
-from ..options.unit_size import described
 from .model_plan import ModelPlan
 
 
@@ -70,7 +70,7 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
         yield f"unsharded on one rank: {', '.join(sorted(alone))} parameters"
     if plan.budget is None:
         yield f"units stay unsharded over a step as memory allows ({BUDGET_OPTION}={AUTO!r})"
-    elif plan.budget:
+    elif plan.kept is not None:
         yield plan.kept.described(f"{plan.budget / GIB:g}")
 
 

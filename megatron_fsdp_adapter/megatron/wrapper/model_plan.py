@@ -14,7 +14,6 @@ from ...core.topology import Domains
 from ...plan.unit_grouping import group_layers, layer_numels
 from ...plan.unsharded_budget import UnshardedUnits, with_unsharded_units
 from ..options import ddp_options
-from ..options import unit_size as unit_grouping
 from ..options.rules import is_on
 from ..options.table import GATHER_PARTS
 from .arguments import Arguments
@@ -30,15 +29,15 @@ class ModelPlan:
         units: with their groups and strategies, the root last. config: of the engine. domains: by
             name.
         classes: names of the classes that are units, sorted.
-        kept: the units that stay unsharded over a step, chosen for `budget` bytes.
-        budget: None if it is found while training; `kept` is then made for 0 bytes.
+        kept: the units that stay unsharded over a step, chosen for `budget` bytes; None without.
+        budget: None if it is found while training.
     """
 
     units: Sequence[UnitPlan]
     config: EngineConfig
     domains: Domains
     classes: Sequence[str]
-    kept: UnshardedUnits
+    kept: UnshardedUnits | None
     budget: int | None
 
 
@@ -53,13 +52,15 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     plans = plan_units(given, units)
     # Layers are not grouped if the user names the classes that are units.
     layers = layer_numels(plans) if given.unit_classes is None else []
-    plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
+    plans = group_layers(plans, ddp_options.unit_numel(config, ddp_config, layers))
     by_name = domains_of(index)
     may_stay_whole = whole_domains_of(config)
     engine_config = ddp_options.engine_config(ddp_config)
     engine_config = with_single_rank_domains(engine_config, by_name, may_stay_whole)
     budget = ddp_options.unsharded_budget(config, ddp_config)
-    plans, kept = with_unsharded_units(plans, engine_config, by_name, budget or 0)
+    kept = None
+    if budget:
+        plans, kept = with_unsharded_units(plans, engine_config, by_name, budget)
     plans = with_writers(plans, given, engine_config)
     classes = sorted({type(unit).__name__ for unit in units.values()})
     return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

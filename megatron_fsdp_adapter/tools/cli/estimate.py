@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
-from megatron_fsdp_adapter.megatron.options import unit_size as unit_grouping
+from megatron_fsdp_adapter.megatron.options import ddp_options
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, gib
@@ -217,7 +217,7 @@ def run(given: argparse.Namespace) -> Report:
             f"{flag(EXPERT_RANKS)} {parallel.expert}: must divide --data-parallel-size {size} and "
             f"--num-experts {spec.num_experts}"
         )
-    numel = unit_grouping.unit_numel(given, given, layer_numels(spec, parallel))
+    numel = ddp_options.unit_numel(given, given, layer_numels(spec, parallel))
     units = planned_units(
         spec,
         size,

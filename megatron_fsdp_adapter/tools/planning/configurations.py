@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
-from megatron_fsdp_adapter.megatron.options import unit_size as unit_grouping
+from megatron_fsdp_adapter.megatron.options import ddp_options
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.plan.memory import (
@@ -144,7 +144,7 @@ def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
     asked = Namespace(cuda_graph_impl=FULL_ITERATION if chosen.graph else None)
     numels = layer_numels(spec, chosen.parallel.split, stage)
     of_chunk = numels[: -(-len(numels) // chosen.parallel.virtual)]
-    return unit_grouping.unit_numel(asked, asked, of_chunk)
+    return ddp_options.unit_numel(asked, asked, of_chunk)
 
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
