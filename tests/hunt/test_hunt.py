@@ -12,6 +12,7 @@ import pytest
 from tests.hunt.__main__ import kinds_of
 from tests.lib.gpu import journal
 from tests.lib.hunt import known, verdict
+from tests.lib.hunt.cycle_hunting import cycle_of
 from tests.lib.hunt.hunting import Hunt, hunt, new_findings, seeds_left, summary
 from tests.lib.hunt.programs import Program, Statement, generated, program_of
 from tests.lib.hunt.shrinking import shrunk
@@ -77,6 +78,12 @@ def test_what_becomes_of_a_program(text: str, outcome: str, detail: str) -> None
         hunter.end()
     assert found.outcome == outcome
     assert detail in found.detail
+
+
+def test_a_program_with_a_model_is_no_life_cycle() -> None:
+    program = "# model\nmodel = fully_shard(net)\n"
+    assert not cycle_of(program).statements
+    assert cycle_of("# model\ngpt\n# stage\noptim exit\n").kinds == ["model", "stage"]
 
 
 def test_only_statements_that_a_failure_needs_are_left() -> None:

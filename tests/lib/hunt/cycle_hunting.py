@@ -22,7 +22,9 @@ _LISTED = re.compile(r"^# (model|stage|world|flag)\n(.+)$", re.M)
 
 def cycle_of(text: str) -> Program:
     """The cycle that a file has, as it was printed; without statements if it has none."""
-    return Program(tuple(Statement(*found) for found in _LISTED.findall(text)))
+    cycle = Program(tuple(Statement(*found) for found in _LISTED.findall(text)))
+    # A user program has statements of the kind "model", too.
+    return cycle if "stage" in cycle.kinds else Program(())
 
 
 class CycleHunt:

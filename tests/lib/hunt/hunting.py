@@ -85,7 +85,7 @@ class Hunt:
                 "detail": found.detail,
             }
         self.seen[alone.signature] += 1
-        if alone.outcome != verdict.WRONG and self.seen[alone.signature] > ENOUGH:
+        if not verdict.has_many_causes(alone) and self.seen[alone.signature] > ENOUGH:
             return {**line, "outcome": alone.outcome, "signature": alone.signature}
         small = self.smallest(program, alone)
         last = self.judged_anew(small)

@@ -149,7 +149,9 @@ class Counting(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
-        return self.drop(self.inner(x - self.mean.to(x.dtype)))
+        y = self.inner(x - self.mean.to(x.dtype))
+        # In one dtype on both sides: on GPUs the mask depends on it.
+        return self.drop(y.float()).to(y.dtype)
 
 
 class RankOnly(nn.Module):

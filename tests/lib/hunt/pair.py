@@ -211,7 +211,8 @@ class Pair:
         ran = self._collected(quiet)
         errors = [report.error if report else None for report in ran.reports]
         lines = {error.line if error else 0 for error in errors}
-        if None in ran.reports or len(lines) > 1:
+        is_aborted = any(error and error.type == "CommunicationError" for error in errors)
+        if None in ran.reports or len(lines) > 1 or is_aborted:
             self._look_at_failed(ran)
             self.end()
         return ran

@@ -18,6 +18,9 @@ HANG = "hang"
 CRASH = "crash"
 FINDINGS = (WRONG, ERROR, HANG, CRASH)
 
+WAITS = "CommunicationError"
+"""The error of ranks that wait for each other."""
+
 ALWAYS = {"net", "root", "model", "pass", "step", "sgd", "mlp", "zero"}
 """Kinds of statements that most programs have: they say nothing about a fault."""
 
@@ -74,6 +77,8 @@ def is_refusal(error: Error) -> bool:
 
 def _of_error(error: Error) -> str:
     """Type and text of an error, without what differs from program to program."""
+    if error.type == WAITS:
+        return WAITS  # its text names units and ranks of the program
     text = error.text.split("\n")[0]
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "Q", text)
     text = re.sub(r"\b(?:module\.)?(?:blocks|enter|head|again)\b[\w.]*", "P", text)
@@ -98,7 +103,12 @@ def _all_stacks(ran: Ran) -> str:
 
 def signature_of(verdict: Verdict, small: Program) -> str:
     """The signature of a failure whose smallest program is known."""
-    if verdict.outcome != WRONG:
+    if not has_many_causes(verdict):
         return verdict.signature
     kinds = [kind for kind in small.kinds if kind not in ALWAYS]
-    return "wrong: " + (", ".join(kinds) or "any program")
+    return f"{verdict.signature}: " + (", ".join(kinds) or "any program")
+
+
+def has_many_causes(verdict: Verdict) -> bool:
+    """True if the signature alone says too little: kinds of statements are then added to it."""
+    return verdict.outcome == WRONG or WAITS in verdict.signature
