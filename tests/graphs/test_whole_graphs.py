@@ -137,13 +137,13 @@ def noted(trainer: Trainer, host: HostTorch) -> Launches:
     """Of all that is launched from now on."""
     found: Launches = []
     pipeline = trainer.wrapper.engine.gather
-    launch = pipeline.launch
+    start = pipeline.start_gather
 
     def noting(unit: Any, *use: Any) -> None:
         found.append((host.capturing, unit.name.rpartition(".")[2]))
-        launch(unit, *use)
+        start(unit, *use)
 
-    pipeline.launch = noting
+    pipeline.start_gather = noting
     return found
 
 
