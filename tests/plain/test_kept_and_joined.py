@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.build import auto_budget
@@ -127,6 +128,20 @@ def test_every_loop_trains_to_the_same_weights(rank: int, world: int, strategy: 
         expected = weights_of(Side(rank, world, None), name)
         found = Found(rank, world, strategy)
         check_weights(weights_of(found, name), expected, name, 2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("outer", ("no_shard", "optim"))
+@on_ranks(4, seconds=400)
+def test_units_are_kept_over_replicas_too(rank: int, world: int, outer: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    options = {"mesh": mesh, "outer_dp_sharding_strategy": outer}
+    for name in ("optimizers_of_torch", "gradients_that_the_program_clears"):
+        expected = weights_of(Side(rank, world, ZERO_3, options), name)
+        weights = Found(rank, world, ZERO_3, options, keeping=KEEPING[:1])
+        check_same_bits(weights_of(weights, name), expected, name)
+        everything = Found(rank, world, ZERO_3, options)
+        check_weights(weights_of(everything, name), expected, name, 2e-5)
 
 
 @on_ranks(2)
