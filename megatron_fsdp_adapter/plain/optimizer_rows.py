@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..build.shard_attributes import engines_behind
 from ..core.dtensor.uneven import UnevenDTensor, with_chunks
 
 
@@ -24,7 +25,7 @@ def watch_steps() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Cuts state as its parameters are, after checks.
+    """Cuts state as its parameters are, after checks. Tells engines that a step begins.
 
     RuntimeError:
     - an optimizer that would compute with one rank's part of a norm (Adafactor);
@@ -53,6 +54,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
                     f"its gradients accumulate in {grad.dtype}, which torch's Adam does not "
                     "combine. Call megatron_fsdp_adapter.fully_shard_optimizer(optimizer) first"
                 )
+    if not hasattr(optimizer, "_fsdp_engines"):
+        for engine in engines_behind(sharded):
+            engine.begin_step()
     _cut_state(optimizer)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..build.guards import refuse_conversions
 from ..build.shard_attributes import mark_shard
+from ..core.engine import hooks
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
@@ -35,6 +36,11 @@ class UserLoopEngine(FsdpEngine):
     """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        # While sharded parameters are shown although a pass is not over: how often each was written
+        # when that began. None at other times.
+        self._writes_when_shown: list[int] | None = None
+        # True if the last forward began with gradients attached, so that a step may follow it.
+        self._step_may_follow = False
         super().__init__(*args, **options)
         if self.quantization is not None:
             self.quantization.expect_writes()
@@ -65,18 +71,76 @@ class UserLoopEngine(FsdpEngine):
         super().root_pre_forward(name)
 
     def begin_forward(self, name: RootName) -> None:
-        """Takes over the user's changes, also while another forward waits for its backward."""
-        self._began_unsharded = self.switch.shows_unsharded
-        if self._began_unsharded:  # else `before_unsharded` takes them over
+        """Takes over the user's changes, also while another forward waits for its backward.
+
+        If that one began with gradients attached, weights may have been stepped since. All ranks
+        gather them again then: which parameters are shown may differ between ranks."""
+        is_shown_meanwhile = self._writes_when_shown is not None
+        self._began_unsharded = self.switch.shows_unsharded or is_shown_meanwhile
+        if self.switch.shows_unsharded:  # else `before_unsharded` takes them over
             self._follow_user()
+        if self._step_may_follow:
+            self.mark_main_weights_stale()
+            self.gather.mark_stale()
         super().begin_forward(name)
+        self._step_may_follow = self.step.grads_attached
 
     def before_unsharded(self) -> None:
         """Marks gathered weights stale, also those of main weights in host memory; takes over the
-        user's changes."""
-        super().before_unsharded()
-        self.mark_main_weights_stale()
+        user's changes. Where sharded parameters were shown although a pass was not over, weights
+        are stale only if they were written: another rank may have shown none."""
+        before = self._writes_when_shown
+        self._writes_when_shown = None
+        if before is None or before != self._writes():
+            super().before_unsharded()
+            self.mark_main_weights_stale()
         self._follow_user()
+
+    def _writes(self) -> list[int]:
+        return [pair.sharded._version for pair in self.pairs]
+
+    def _raise_written_before_backward(self) -> None:
+        """RuntimeError if parameters were written since they were shown, and a backward begins."""
+        if self._writes_when_shown is None:
+            return
+        counts = zip(self.pairs, self._writes_when_shown, self._writes(), strict=True)
+        written = [pair.managed.fqns[0] for pair, before, now in counts if before != now]
+        if written:
+            raise RuntimeError(
+                f"parameters {written[:4]} were written between a forward and its backward, which "
+                "would compute with the new values. Write them before the forward, or after the "
+                "backward"
+            )
+
+    def to_sharded(self) -> None:
+        """Shows sharded parameters, and ends the use of gathered weights, also if sharded ones are
+        shown already although a pass was not over."""
+        if self._writes_when_shown is not None:
+            self._writes_when_shown = None
+            self.gather.give_up()
+        super().to_sharded()
+        self._step_may_follow = False  # all weights become stale when unsharded ones are shown
+
+    def show_between_passes(self) -> None:
+        """Shows sharded parameters, unless a forward or backward runs.
+
+        If a pass is not over, as a forward waits for its backward or has raised, gathered weights
+        stay as they are: other ranks may not read their parameters."""
+        if self.step.awaits_nothing:
+            super().show_between_passes()
+            return
+        if not self._runs_pass() and not self.away:
+            self.gather.updates.settle()
+            self.switch.show(unsharded=False, before=self._show_meanwhile)
+
+    def _runs_pass(self) -> bool:
+        """True if this is called inside of a forward or backward."""
+        return self.step.running not in (None, RootCall.RAISED) or hooks.in_backward()
+
+    def _show_meanwhile(self) -> None:
+        self.gather.check_writes()
+        self.gather.quiesce()
+        self._writes_when_shown = self._writes()
 
     def end_evaluation(self) -> None:
         """Shows sharded parameters again if they were shown before the forward and gradients are
@@ -95,6 +159,8 @@ class UserLoopEngine(FsdpEngine):
         if accumulates:
             self._follow_grads()
             self._follow_budget()
+        self._raise_written_before_backward()
+        if accumulates or self.step.in_flight > 0:
             self.to_unsharded()
         super().start_backward(accumulates)
 
@@ -178,9 +244,9 @@ class UserLoopEngine(FsdpEngine):
         # One backward may have ended several forwards, each of which was counted.
         self.step.forget_forwards()
         for pair in self.trained:
-            hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if hooks and pair.sharded.grad is not None:
-                for hook in list(hooks.values()):
+            found = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if found and pair.sharded.grad is not None:
+                for hook in list(found.values()):
                     hook(pair.sharded)
 
     def zero_grads(self) -> None:
@@ -200,6 +266,12 @@ class UserLoopEngine(FsdpEngine):
         return with_gradients
 
     # What an optimizer of torch calls.
+
+    def begin_step(self) -> None:
+        """Shows sharded parameters, which a step is about to write, unless a pass runs. All weights
+        are stale after that, also those that a forward without a backward has left."""
+        if not self._runs_pass():
+            self.to_sharded()
 
     @torch.no_grad()
     def complete_grads(self) -> None:

@@ -1,0 +1,135 @@
+"""Forwards that no backward follows, and lists that layers fill, in loops over `fully_shard`: losses
+and weights are those of one unsharded module with the data of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fsdp_adapter import fully_shard
+from tests.lib.gpt.gpt import full
+from tests.lib.plain.fsdp2_shapes import model
+from tests.lib.plain.plain import tokens
+from tests.lib.ranks.shared_ranks import on_ranks
+
+CHECKS = ("plain/user_loop.py", "plain/fsdp2.py", "plain/fsdp2_model.py", "plain/optimizer_rows.py")
+
+STEPS = 3
+
+Look = Callable[[Any, torch.Tensor], Any]
+"""Of a model and tokens. Returns a number."""
+
+
+def _forward(made: Any, data: torch.Tensor) -> torch.Tensor:
+    return made(data).mean()
+
+
+def _raises(made: Any, data: torch.Tensor) -> torch.Tensor:
+    hook = made.head.register_forward_pre_hook(lambda *_: {}["a forward that raises"])
+    with suppress(KeyError):
+        made(data)
+    hook.remove()
+    return torch.zeros(())
+
+
+def _grad_of_hidden(made: Any, data: torch.Tensor) -> torch.Tensor:
+    """As a saliency is computed: no gradient of a weight."""
+    seen = []
+    hook = made.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    loss = made(data).mean()
+    hook.remove()
+    return torch.autograd.grad(loss, seen)[0].sum()
+
+
+LOOKS: dict[str, Look] = {
+    "a forward": _forward,
+    "a forward that raises": _raises,
+    "a gradient of activations": _grad_of_hidden,
+}
+
+
+def _look_before_clipping(made: Any, optimizer: Any, look: Look, data: torch.Tensor) -> Any:
+    seen = look(made, data)
+    norm = nn.utils.clip_grad_norm_(made.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [seen, norm]
+
+
+def _look_before_step(made: Any, optimizer: Any, look: Look, data: torch.Tensor) -> Any:
+    seen = look(made, data)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [seen]
+
+
+def _look_before_clearing(made: Any, optimizer: Any, look: Look, data: torch.Tensor) -> Any:
+    optimizer.step()
+    seen = look(made, data)
+    made.zero_grad()
+    return [seen]
+
+
+def _look_before_a_step_by_hand(made: Any, optimizer: Any, look: Look, data: torch.Tensor) -> Any:
+    """Over a list of parameters from before. The first rank alone lists them again."""
+    seen = look(made, data)
+    if isinstance(made, FSDPModule) and torch.distributed.get_rank() == 0:
+        assert all(hasattr(param, "full_tensor") for param in made.parameters())
+    with torch.no_grad():
+        for param in optimizer.param_groups[0]["params"]:
+            param.sub_(0.1 * param.grad)
+            param.grad = None
+    return [seen]
+
+
+ENDS = (
+    _look_before_clipping,
+    _look_before_step,
+    _look_before_clearing,
+    _look_before_a_step_by_hand,
+)
+
+
+def _trained(made: Any, look: Look, end: Callable[..., Any]) -> list[float]:
+    look(made, tokens(9, 0, 0))
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.9)
+    found = []
+    for step in range(STEPS):
+        data = tokens(step, 0, 0)
+        loss = made(data).mean()
+        loss.backward()
+        found += [loss, *end(made, optimizer, look, data)]
+    found.append(made(data).mean())
+    return [full(number.detach()).item() for number in found]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@on_ranks(2)
+def test_a_forward_that_no_backward_follows(rank: int, look: str) -> None:
+    """Before the optimizer is made, and at any time of a step."""
+    for end in ENDS:
+        whole = model()
+        made = model()
+        for block in made.blocks:
+            fully_shard(block)
+        fully_shard(made)
+        expected = _trained(whole, LOOKS[look], end)
+        found = _trained(made, LOOKS[look], end)
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), end.__name__
+
+
+@on_ranks(2)
+def test_weights_are_not_written_between_a_forward_and_its_backward(rank: int) -> None:
+    made = fully_shard(model())
+    loss = made(tokens(0, 0, 0)).mean()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.mul_(0.5)
+    with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+        loss.backward()
