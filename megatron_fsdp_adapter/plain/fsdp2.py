@@ -76,8 +76,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters: the same DTensors each time, except while a forward runs or waits
-        for its backward, or `unshard` holds weights. Then they are the unsharded parameters."""
+        """Names and parameters: the same DTensors each time, except while a forward or backward
+        runs, or `unshard` holds weights. Then they are the unsharded parameters."""
         if mark_on(self).model.state is not BUILDING and not show_on_meta(self):
             engine = engine_of(self)
             if not engine.gather.holds_any:
@@ -112,9 +112,9 @@ class FSDP2Module(NotCopyable, FSDPModule):
             return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the module's weights and holds them until `reshard`; not those of modules in it.
-        Until then all modules show unsharded parameters. With `async_op` it returns at once, and
-        the handle's `wait` waits for the gather."""
+        """Gathers the module's weights; not those of modules in it. Holds them until `reshard`, or
+        until the module's next forward ends. Until then all modules show unsharded parameters. With
+        `async_op` it returns at once, and the handle's `wait` waits for the gather."""
         engine = engine_of(self)
         gather = engine.gather
         unit = mark_on(self).unit
@@ -245,7 +245,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
         engine = engine_of(self)
         mark = mark_on(self)
         if mark.unit is not engine.root:
-            engine.post_forward(mark.unit, output, args)
+            engine.post_forward(mark.unit, output, (args, {}))
         else:
             engine.root_post_forward(RootCall.METHOD, output)
         return cast(mark.options.policy.output_dtype, output)

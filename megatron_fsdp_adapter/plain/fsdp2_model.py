@@ -155,7 +155,11 @@ def await_reads(module: nn.Module, mark: Mark) -> None:
 def unsharded_reads(module: nn.Module) -> Iterator[None]:
     """Within it, reads of parameters of `module` shard no model. If the model is not sharded yet,
     they give plain parameters, and the model is PENDING after."""
-    models = {mark.model for _, mark in marked(module) if mark.model.state in (PENDING, ON_META)}
+    found = [mark for _, mark in marked(module)]
+    # A module in it may also be in a marked module outside of it.
+    parts = [owner._parameters for owner in module.modules()]
+    found += [part.mark for part in parts if isinstance(part, PendingParameters)]
+    models = {mark.model for mark in found if mark.model.state in (PENDING, ON_META)}
     for model in models:
         model.state = BUILDING
     for owner in module.modules():

@@ -87,8 +87,8 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         self.engine.main_weights_changed(loaded=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters: the same DTensors each time, except while a forward runs or waits
-        for its backward. Then they are the unsharded parameters."""
+        """Names and parameters: the same DTensors each time, except while a forward or backward
+        runs. Then they are the unsharded parameters."""
         self.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)
 

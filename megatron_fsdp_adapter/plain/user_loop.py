@@ -28,6 +28,7 @@ from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
+from ..core.engine.unit import Unit
 from ..state.sharded_state_dict import register_state_dict_hooks
 from .optimizer_rows import watch_steps
 
@@ -103,14 +104,23 @@ class UserLoopEngine(FsdpEngine):
         """RuntimeError if parameters were written since they were shown, and a backward begins."""
         if self._writes_when_shown is None:
             return
+        written = []
         counts = zip(self.pairs, self._writes_when_shown, self._writes(), strict=True)
-        written = [pair.managed.fqns[0] for pair, before, now in counts if before != now]
+        for pair, before, now in counts:
+            if before != now and not pair.group.main.is_compute_weight:
+                written.append(pair.managed.fqns[0])
         if written:
             raise RuntimeError(
                 f"parameters {written[:4]} were written between a forward and its backward, which "
                 "would compute with the new values. Write them before the forward, or after the "
                 "backward"
             )
+
+    def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
+        """Also takes writes for known that were made while a forward waits for its backward."""
+        super().main_weights_changed(loaded, stepped)
+        if self._writes_when_shown is not None:
+            self._writes_when_shown = self._writes()
 
     def to_sharded(self) -> None:
         """Shows sharded parameters, and ends the use of gathered weights, also if sharded ones are
@@ -141,6 +151,18 @@ class UserLoopEngine(FsdpEngine):
         self.gather.check_writes()
         self.gather.quiesce()
         self._writes_when_shown = self._writes()
+
+    def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:
+        """Ends the hold of a unit whose module the program has unsharded."""
+        if ends and self.gather.holds_any and not hooks.in_backward():
+            self.gather.unhold_once(unit)
+        super().post_forward(unit, output, given, ends)
+
+    def root_post_forward(self, name: RootName, output: Any) -> None:
+        """Ends the hold of the root, if the program has unsharded it."""
+        if name == self.step.running and not hooks.in_backward():
+            self.gather.unhold_once(self.root)
+        super().root_post_forward(name, output)
 
     def end_evaluation(self) -> None:
         """Shows sharded parameters again if they were shown before the forward and gradients are

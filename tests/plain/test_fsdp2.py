@@ -375,8 +375,10 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     assert _sharded_between_passes(made)
     block.unshard(async_op=True).wait()
     assert torch.equal(block.up.weight, before)
-    made(x)  # the forward does not reshard it
-    assert torch.equal(block.up.weight, before)
+    made(x)  # its forward ends that
+    with pytest.raises(RuntimeError, match="not gathered"):
+        block.up.weight.sum()
+    assert _sharded_between_passes(made)
     for _ in range(2):
         block.reshard()
     block.unshard()

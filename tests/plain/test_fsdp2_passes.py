@@ -1,5 +1,6 @@
-"""Forwards that no backward follows, and lists that layers fill, in loops over `fully_shard`: losses
-and weights are those of one unsharded module with the data of all ranks."""
+"""Forwards that no backward follows, and lists that layers fill, in loops over `fully_shard`.
+
+Numbers are those of one unsharded module."""
 
 from __future__ import annotations
 
@@ -133,3 +134,117 @@ def test_weights_are_not_written_between_a_forward_and_its_backward(rank: int) -
             param.mul_(0.5)
     with pytest.raises(RuntimeError, match="written between a forward and its backward"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_two_units_with_one_module(rank: int) -> None:
+    found = []
+    for is_sharded in (False, True):
+        made = model()
+        made.blocks[2].up = made.blocks[0].up
+        if is_sharded:
+            for block in made.blocks:
+                fully_shard(block)
+            fully_shard(made)
+        found.append(_trained(made, _forward, _look_before_clipping))
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+class Filling(nn.Module):
+    """A layer that appends to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, found: list[torch.Tensor], fills: bool) -> torch.Tensor:
+        if fills:
+            found.append(self.side(x).mean())
+        return x + torch.tanh(self.up(x))
+
+
+class Filled(nn.Module):
+    """Layers with a list of auxiliary losses, each of them called once or twice."""
+
+    def __init__(self, layers: int, calls: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Filling() for _ in range(layers))
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor, fills: bool = True) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for _ in range(self.calls):
+            for layer in self.layers:
+                x = layer(x, found, fills)
+        return x.square().mean() + sum(found, torch.zeros(()))
+
+
+def _filled(is_sharded: bool, layers: int, calls: int = 1) -> Any:
+    made = Filled(layers, calls)
+    if is_sharded:
+        for layer in made.layers:
+            fully_shard(layer)
+        fully_shard(made)
+    return made
+
+
+def _rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+@on_ranks(2)
+def test_a_layer_called_twice_fills_a_list_in_two_forwards_of_one_loss(rank: int) -> None:
+    found = []
+    for is_sharded in (False, True):
+        made = _filled(is_sharded, 1, calls=2)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        for step in range(2):
+            loss = made(_rows(step)) - 0.5 * made(_rows(step + 5))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found[2:] == pytest.approx(found[:2], rel=1e-5)
+
+
+@on_ranks(2)
+def test_weights_go_after_each_layer_that_fills_a_list(rank: int) -> None:
+    made = _filled(True, 5)
+    gathered = []
+
+    def look(module: nn.Module, grads: Any) -> None:
+        held = [layer.up.weight.untyped_storage().nbytes() > 0 for layer in made.layers]
+        gathered.append(sum(held))
+
+    for _ in range(2):
+        gathered.clear()
+        for layer in made.layers:
+            layer.up.register_full_backward_pre_hook(look)
+        made(_rows(0).requires_grad_()).backward()
+    assert max(gathered) <= 2
+
+
+@on_ranks(2)
+def test_a_list_is_filled_on_one_rank_alone(rank: int) -> None:
+    """The others' losses are without what is in the list."""
+    whole, made = _filled(False, 4), _filled(True, 4)
+    made(_rows(0), fills=rank == 0).backward()
+    (whole(_rows(0), True) / 2).backward()
+    (whole(_rows(0), False) / 2).backward()
+    for one, same in zip(made.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), same.grad)
+
+
+@on_ranks(2)
+def test_what_is_unsharded_by_hand_is_held_for_one_forward(rank: int) -> None:
+    made = _filled(True, 4)
+    held = []
+    made.layers[3].register_forward_pre_hook(
+        lambda *_: held.append(made.layers[0].up.weight.untyped_storage().nbytes() > 0)
+    )
+    for step in range(2):
+        if step == 0:
+            made.layers[0].unshard(async_op=True)
+        made(_rows(step)).backward()
+    assert held == [False, False]

@@ -224,9 +224,9 @@ class GatherPipeline:
             self.hold(unit)
 
     def unhold_once(self, unit: Unit) -> None:
-        """Counts one user of `unit` less, if it is held."""
+        """Counts one user of `unit` less, if it is held. Does not reshard it."""
         if self._held[unit.ordinal] > 0:
-            self.unhold(unit)
+            self._held[unit.ordinal] -= 1
 
     def _prefetch_after(self, unit: Unit) -> None:
         """Notes that `unit` was needed, and starts the gathers of the units that come next."""

@@ -117,8 +117,11 @@ def on_inputs_done(
     """The inputs to use instead; calls `callback` in backward when the gradients of all are known.
 
     * A tensor that needs a gradient is replaced by a view of itself, also inside of tuples.
-    * Lists, dicts and dataclasses are given on as they are, since a module may write into them.
-      Their tensors are watched themselves. The gradient of one is known when all its uses are.
+    * Lists, dicts and dataclasses stay the same objects, since a module may write into them. Views
+      take the places of their tensors. A hook on a tensor that stays in a list, as an auxiliary
+      loss of an earlier unit does, would run in the backward of that unit.
+    * Tensors in other containers are watched themselves. The gradient of one is known when all its
+      uses are.
     * A parameter is not watched: its gradient is accumulated only after a hook on it has run.
     * An object that is no dataclass is not searched. It may be a cache of what other units, or
       another call of this one, have computed. Those gradients are known too late or too early.
@@ -134,8 +137,8 @@ def on_inputs_done(
     if not watched:
         return args, kwargs
     if any(value.grad_fn is None for value in watched):
-        # Only a container can give a leaf: other inputs became views. A hook on a leaf stays for
-        # life, so later passes would call it too.
+        # Only another container can give a leaf: other inputs became views. A hook on a leaf stays
+        # for life, so later passes would call it too.
         return new_args, new_kwargs
 
     def done(grads: Any) -> None:
@@ -150,9 +153,9 @@ def on_inputs_done(
     return new_args, new_kwargs
 
 
-def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
+def _watch(value: Any, watched: list[torch.Tensor], around: tuple[int, ...] = ()) -> Any:
     """The value that a module gets in place of its input `value`. Appends to `watched` the tensors
-    whose gradients are waited for."""
+    whose gradients are waited for. around: ids of the containers that `value` is in."""
     # Tensors and plain values come first: most layers are given nothing else, and the search at the
     # end takes longer than all the rest.
     if isinstance(value, torch.Tensor):
@@ -163,25 +166,62 @@ def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
     if isinstance(value, _LEAVES):
         return value
     if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        items = [_watch(item, watched) for item in value]
+        items = [_watch(item, watched, around) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return tuple(items) if type(value) is tuple else type(value)(*items)
+    if isinstance(value, (list, dict)) or _is_dataclass_instance(value):
+        if id(value) not in around:
+            _watch_items(value, watched, around)
+        return value
     for found in _tensors_in(value, _is_dataclass_instance):
         if needs_grad(found) and not isinstance(found, nn.Parameter):
             watched.append(found)
     return value
 
 
+def _watch_items(value: Any, watched: list[torch.Tensor], around: tuple[int, ...]) -> None:
+    """Puts views in the places of tensors in a list, a dict or a dataclass, and in what is in it.
+    The views are marked, so that `_added` tells them from what a module adds."""
+    if isinstance(value, (list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        put: Callable[..., None] = value.__setitem__
+    else:
+        items = _attributes(value).items()
+        put = functools.partial(object.__setattr__, value)  # of a frozen dataclass, too
+    first = len(watched)
+    for key, item in list(items):
+        new = _watch(item, watched, (*around, id(value)))
+        if new is not item:
+            put(key, new)
+    for view in watched[first:]:
+        view._fsdp_is_input = True  # type: ignore[attr-defined]
+
+
+def _added(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
+    """The tensors that a module has put into containers among the arguments `given`: into a list of
+    auxiliary losses, for example."""
+    args, kwargs = given
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, dict)) or _is_dataclass_instance(value):
+            for tensor in _tensors_in(value, _is_dataclass_instance):
+                if not hasattr(tensor, "_fsdp_is_input"):
+                    found.append(tensor)
+    return found
+
+
 def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = ()) -> None:
     """Calls `callback` in backward when the first gradient of an output arrives.
 
     A view that is changed in place leaves the graph. The gradient then arrives at the tensor that
-    it is a view of. That tensor is watched too, unless the inputs `given` share it.
+    it is a view of. That tensor is watched too, unless the inputs `given` share it. What the module
+    has put into containers among its inputs `given` is an output, too.
     """
     tensors = []
     bases = []
-    for tensor in _tensors_in(output):
+    added = _added(given) if given else []
+    for tensor in (*_tensors_in(output), *added):
         if tensor.grad_fn is None:
             continue
         tensors.append(tensor)
@@ -225,19 +265,17 @@ def _tensors_in(
                 found.append(leaf)
             elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen and searches(leaf):
                 seen.add(id(leaf))
-                pending.append(_attribute_values(leaf))
+                pending.append(list(_attributes(leaf).values()))
     return found
 
 
-def _attribute_values(value: Any) -> list[Any]:
-    """The values of an object's attributes, those of a dataclass with slots included."""
-    attributes = getattr(value, "__dict__", {})
-    values = list(attributes.values())
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those of a dataclass with slots included."""
+    attributes = dict(getattr(value, "__dict__", {}))
     if _is_dataclass_instance(value):
         for field in dataclasses.fields(value):
-            if field.name not in attributes:
-                values.append(getattr(value, field.name, None))
-    return values
+            attributes.setdefault(field.name, getattr(value, field.name, None))
+    return attributes
 
 
 def _is_dataclass_instance(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ class Plain:
         self.me = self
 
 
+Frozen = make_dataclass("Frozen", ["hidden"], frozen=True)
 Slim = make_dataclass("Slim", ["hidden"], slots=True)
 Named = namedtuple("Named", "x, y")
 
@@ -88,6 +89,7 @@ def test_gradients_of_outputs_that_pytree_does_not_see_are_noticed(kind: str) ->
 
 
 REPLACED = "replaced"
+REPLACED_INSIDE = "replaced inside"
 WATCHED = "watched"
 LEFT = "left"
 
@@ -112,8 +114,18 @@ def _a_dict(hidden):
     return {"z": hidden}
 
 
-def _a_leaf_in_a_list(hidden):
-    return [hidden.detach().requires_grad_()]
+def _a_dataclass_that_has_itself(hidden):
+    made = Answer(hidden)
+    made.note = made
+    return made
+
+
+def _a_deque(hidden):
+    return deque([hidden])
+
+
+def _a_leaf_in_a_deque(hidden):
+    return deque([hidden.detach().requires_grad_()])
 
 
 def _a_parameter(hidden):
@@ -124,27 +136,42 @@ INPUTS = {
     "a tensor": (_a_tensor, REPLACED),
     "a tuple": (_a_tuple, REPLACED),
     "a named tuple, which stays one": (_a_named_tuple_which_stays_one, REPLACED),
-    "a list": (_a_list, WATCHED),
-    "a dict": (_a_dict, WATCHED),
-    "a dataclass": (Answer, WATCHED),
+    "a list": (_a_list, REPLACED_INSIDE),
+    "a dict": (_a_dict, REPLACED_INSIDE),
+    "a dataclass": (Answer, REPLACED_INSIDE),
+    "a frozen dataclass": (Frozen, REPLACED_INSIDE),
+    "a dataclass with slots": (Slim, REPLACED_INSIDE),
+    "a dataclass that has itself": (_a_dataclass_that_has_itself, REPLACED_INSIDE),
+    "a deque": (_a_deque, WATCHED),
     # A cache has what units before this one computed: their backward comes later.
     "another object": (Plain, LEFT),
     # A hook on it would stay for life, so that backward's end is the unit's.
-    "a leaf in a list": (_a_leaf_in_a_list, LEFT),
+    "a leaf in a deque": (_a_leaf_in_a_deque, LEFT),
     # Of the embedding, with which an output layer is called: a hook comes before its accumulation.
     "a parameter": (_a_parameter, LEFT),
 }
-"""Inputs, and whether their tensor is another one for the module, or the same with a hook on it."""
+"""Inputs, and whether their tensor is another one for the module, in another container or in the
+same, or the same tensor with a hook on it."""
+
+
+def held_by(value: Any) -> Any:
+    """The tensor in a value."""
+    if isinstance(value, (list, tuple, deque)):
+        return next(item for item in value if isinstance(item, torch.Tensor))
+    [found] = _tensors_in(value)
+    return found
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_are_replaced_or_watched_or_left(kind: str) -> None:
     make, expected = INPUTS[kind]
     _, value = made(make)
+    before = held_by(value)
     (given,), _ = on_inputs_done((value,), {}, print)
     assert type(given) is type(value)
     assert (given is not value) == (expected == REPLACED)
-    assert any(held._backward_hooks for held in _tensors_in(value)) == (expected == WATCHED)
+    assert (held_by(given) is not before) == (expected in (REPLACED, REPLACED_INSIDE))
+    assert bool(before._backward_hooks) == (expected == WATCHED)
 
 
 def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
@@ -161,6 +188,20 @@ def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
     assert done == [1]
     (first + pair[0] + found[0] + cache["cache"]["z"]).sum().backward()
     assert sorted(done[1:]) == [0, 1]
+
+
+def test_what_a_module_adds_to_a_list_is_an_output() -> None:
+    (hidden, losses) = made(_a_list)
+    seen = []
+    (given,), _ = on_inputs_done((losses,), {}, print)
+    assert given is losses
+    given.append(given[0] * 3)
+    on_outputs_needed(None, seen.append, ((given,), {}))
+    hidden.sum().backward(retain_graph=True)
+    given[0].sum().backward(retain_graph=True)
+    assert seen == []
+    given[1].sum().backward()
+    assert len(seen) == 1
 
 
 def _backward(loss, x, w):
