@@ -35,6 +35,7 @@ from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
+from .saved_tensors import SavedTensorFilter
 from .step import Backward, Last, RootCall, RootName, Step
 from .unit import StepBudget, Unit
 
@@ -104,11 +105,10 @@ class FsdpEngine:
         self.pairs = make_pairs(self.groups)  # both `Parameter` objects of each weight
         self.trained = [pair for pair in self.pairs if pair.grad is not None]  # not frozen ones
         self.switch = ParameterSwitch(self.pairs)  # which of them modules show
-        self.saved = hooks.SavedTensorFilter()  # keeps other hooks off the engine's buffers
+        self.saved = SavedTensorFilter()  # keeps other hooks off the engine's buffers
         self.step = Step()  # the one that runs
         self.is_last = Last.UNKNOWN  # whether the next backward is the last one of its step
-        # Whether the one after `no_sync` is, if that was unknown before.
-        self.is_last_after_no_sync = Last.YES
+        self.is_last_after_no_sync = Last.YES  # the same of the one after `no_sync`, if unknown
         self.auto_sync = False  # whether the last backward of a step also finishes its gradients
         self.calls_parts = False  # whether a part of a pass runs that a schedule calls by itself
         # Whether the last forward was with gradients: calls of its units are counted.

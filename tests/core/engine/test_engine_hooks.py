@@ -204,6 +204,18 @@ def test_what_a_module_adds_to_a_list_is_an_output() -> None:
     assert len(seen) == 1
 
 
+def test_the_hook_of_an_outer_unit_runs_before_that_of_an_inner_one() -> None:
+    """Of a tensor that both return."""
+    hidden, output = made(_a_tensor)
+    other = hidden * 2
+    order = []
+    for unit in ("inner", "middle", "outer"):
+        on_outputs_needed((output, other), lambda *_, unit=unit: order.append(unit))
+    on_outputs_needed(output, lambda *_: order.append("outermost"))
+    output.sum().backward()
+    assert order == ["outermost", "outer", "middle", "inner"]
+
+
 def _backward(loss, x, w):
     return loss.backward()
 

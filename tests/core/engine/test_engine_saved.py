@@ -25,7 +25,12 @@ from tests.lib.engine.pretended import PretendCommunicator
 from tests.lib.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.lib.engine.small_model import Exploded, Setup
 
-CHECKS = ("core/engine/params.py", "core/engine/wgrad.py", "core/engine/gather.py")
+CHECKS = (
+    "core/engine/saved_tensors.py",
+    "core/engine/params.py",
+    "core/engine/wgrad.py",
+    "core/engine/gather.py",
+)
 
 OFFLOADED = (
     "steps", "frozen", "accumulates", "overwrites", "overwrites_early", "slots", "reentrant",

@@ -35,8 +35,8 @@ ROWS = "a rank has any rows of a parameter, which torch takes for an even split"
 # fmt: off
 KNOWN = (
     Known(r"(wrong|error on one rank): .*(project gradients|Expected cond to be True).*", ROWS),
-    Known(r"wrong: .*\b(saliency|evaluation with gradients|no backward|penalty)\b.*", PENDING),
-    Known(r"wrong: .*\braises (in forward|at the end|in backward)\b(?! and).*", PENDING),
+    Known(r"wrong: .*\bpenalty\b.*", PENDING),
+    Known(r"wrong: .*\braises in backward\b(?! and).*", PENDING),
     Known(r"wrong: .*\braises in backward and goes on\b.*",
           "beside gradients of an earlier backward, those of one that raised are added"),
     Known(r"wrong: .*\baccumulate hook\b.*\b(last backward|microbatches|no sync)\b.*",
@@ -45,14 +45,9 @@ KNOWN = (
           "torch 2.11 asks no subclass for the norm of a rank without elements; later ones do"),
     Known(r"wrong: .*\bcounting\b.*\bsave and load",
           "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
-    Known(r"error: RuntimeError: \w+: its parameters are from before the model was sharded.*",
-          PENDING),
     Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
     Known(r"error: RuntimeError: (Expected !nested_tensorlist|Tensor list must have).*",
           "gradients are missing, for one of the causes above and below"),
-    Known(r"error( on one rank)?: CommunicationError: .*\brank only\b.*",
-          "where a unit returns what a unit inside it returned, their backwards begin in another "
-          "order than on ranks where it does more; torch's FSDP2 crashes"),
     Known(r"error: RuntimeError: setStorage: .*",
           "hooks are on tensors of a level of torch.func, which has nodes of its own"),
     Known(r"wrong: .*\b(jvp|vmap)\b.*",
@@ -62,11 +57,6 @@ KNOWN = (
 
 
 KINDS_OF_KNOWN = (
-    "saliency",
-    "evaluation with gradients",
-    "no backward",
-    "raises in forward",
-    "raises at the end",
     "raises in backward",
     "raises in backward and goes on",
     "jvp",
