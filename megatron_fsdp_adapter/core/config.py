@@ -33,6 +33,12 @@ class Strategy:
                 "keeps gradients is resharded when they are reduced, which may be at the end of a "
                 "backward. Shard gradients too, or change FsdpEngine.post_backward first"
             )
+        if self.shard_grads and not self.shard_main:
+            raise ValueError(
+                f"strategy {self.name}: shard_grads=True with shard_main=False: main gradients are "
+                "cut like main weights. Shard main weights too, or change group_shards and "
+                "GradBuffers first"
+            )
 
 
 STRATEGIES: Mapping[str, Strategy] = {

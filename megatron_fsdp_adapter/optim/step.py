@@ -15,9 +15,9 @@ parameters then, and the step finds nothing to update in it. The step may still 
 the group, such as its count of steps. So the hook notes what they are after the update
 (`LocalShards.updated`), and `end_step` gives the group these.
 
-One optimizer holds all parameters, as core's own for sharded weights does: a gradient norm,
-clipping and a checkpoint know nothing of rules and units. That not every group is updated ahead is
-a decision of docs/design_steps.md.
+One optimizer holds all parameters, as core's own for sharded weights does. So a gradient norm,
+clipping and a checkpoint need not know which groups are updated ahead. The section "The optimizer
+seam" of docs/design_steps.md says why not all of them are.
 """
 
 from __future__ import annotations

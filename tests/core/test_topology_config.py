@@ -319,6 +319,10 @@ REFUSED += [
         partial(Strategy, "new", shard_weights=True, shard_grads=False, shard_main=True),
     ),
     (
+        "strategy new: shard_grads=True with shard_main=False",
+        partial(Strategy, "new", shard_weights=False, shard_grads=True, shard_main=False),
+    ),
+    (
         "strategy optim of a unit of a model with no_shard: one of them shards main weights",
         partial(EngineConfig(STRATEGIES["no_shard"]).for_unit, STRATEGIES["optim"]),
     ),

@@ -112,7 +112,7 @@ class GradBuffers:
         self._transitions = legal_transitions(one_rank, outer, shards.splits_outer)
         # Whether main gradients are released when they are forgotten.
         self._releases_main = one_rank or config.strategy.shard_grads
-        # Whether backward adds to the main gradients, which are reduced once a step.
+        # Whether backward adds up microbatches in `collected`, which is then reduced once a step.
         self.is_kept = not config.strategy.shard_grads
         # Whether the user has frozen all parameters, for all forwards in flight. Their backward
         # then collects and reduces nothing.

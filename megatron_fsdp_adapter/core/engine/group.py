@@ -1,7 +1,7 @@
 """One group of parameters: its layout, and its buffers for weights, main weights and gradients.
 
                      no_shard       optim            optim_grads      optim_grads_params
-    weights          full, kept     full, kept       full, kept       full, while gathered
+    weights          full, kept     full, kept       full, kept       full, while gathered **
     main             full           shard            shard            shard
     grads.main       full, kept     full, kept       shard, released  shard, released
     grads.bucket     is main *      is main *        full, transient  full, transient
@@ -11,6 +11,8 @@ parameters, or those that the fields of quantized parameters are in. `main` is w
 updates.
 
 * A full, transient copy where the dtypes of both differ (`grad_buffers.py`).
+** Between uses a shard, where one is kept (`_wants_shards`: main weights on the host, a split outer
+axis, some formats).
 
 In a domain of one rank (`EngineConfig.whole`) both optim_grads and optim_grads_params do as optim
 does, but their gradients are released.
@@ -40,7 +42,7 @@ from .weight_buffers import MainWeights, WeightBuffers
 
 
 class ParamGroup:
-    """The parameters of one unit that share domain, dtype and `requires_grad`.
+    """The parameters of one unit that share domain, dtype, format and `requires_grad`.
 
     Construction moves the parameters' values into the group's buffers (`WeightBuffers`). Afterwards
     the weights are present (the caller releases them).

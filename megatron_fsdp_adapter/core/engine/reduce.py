@@ -194,7 +194,8 @@ class ReducePipeline:
             self._take(group)
         self._note(unit)
         ready = groups
-        # With sharded gradients the caller need not know which microbatch is the last.
+        # In a model with sharded gradients the caller need not know which microbatch is the last.
+        # Units that keep theirs are reduced only in a backward that is known to be it.
         ends = is_known_last if self.config.strategy.shard_grads else last is not Last.NO
         if not ends or more_may_come or not self.config.overlap_grad_reduce:
             ready = [group for group in groups if not group.grads.is_kept]

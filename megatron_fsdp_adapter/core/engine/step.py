@@ -15,7 +15,8 @@ class Last(enum.Enum):
 
     YES = "yes"
     NO = "no"
-    # The first one then counts as the last where gradients are kept. Elsewhere several may run.
+    # Counts as the last in a model that keeps gradients. In one that shards them several may run,
+    # and units that keep theirs wait for `ReducePipeline.reduce_rest`.
     UNKNOWN = "unknown"
 
 

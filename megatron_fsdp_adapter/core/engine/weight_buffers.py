@@ -4,7 +4,8 @@ Main weights *are* this rank's slice of the compute weights, where these are kep
 dtype. Scales of quantized weights are made when main weights have changed. So are their bytes,
 where they are kept; optim_grads_params casts the bytes of trained ones at every gather.
 
-Where the optimizer is offloaded main weights are in host memory, and optim_grads_params keeps its
+Where the optimizer is offloaded, main weights are in host memory if their dtype differs from that
+of unquantized compute weights (`ParamGroup._main_is_on_host`). optim_grads_params then keeps its
 shard of compute weights. The optimizer's update writes that shard too, while main weights are on
 the device (`ShardedBuffer.load`).
 

@@ -2,8 +2,8 @@
 
 The engine speaks of *roles* instead of streams: ``compute`` (whatever stream is current
 when the call is made), ``gather`` and ``reduce``, and where the optimizer is offloaded ``load``,
-``update`` and ``store``; ``beside`` is for updates of one that stays on the device. Work is handed
-to a role with `submit` and ordered between roles with `record` and `wait`; nothing else orders it.
+``update`` and ``store``. Work is handed to a role with `submit` and ordered between roles with
+`record` and `wait`; nothing else orders it.
 
 On CUDA a role is a stream. On the host a role is a queue: a collective that was handed to it runs
 in the background, what was submitted behind it is deferred until that collective has finished,
