@@ -139,11 +139,14 @@ def _check(kernel: UpdateKernel, device: torch.device) -> None:
         correction2=0.25,
         decoupled=True,
         weight_decay=0.1,
-        clip=torch.full((), 0.5, device=device),
+        clip=torch.full((), 0.5, dtype=torch.float32, device=device),
     )
     for skip in (0, 1):  # aligned addresses, and others
         size = CHUNK + 8 + skip
-        lists = [[torch.linspace(low, 1, size, device=device)[skip:]] for low in (-1, -1, -1, 0)]
+        lists = [
+            [torch.linspace(low, 1, size, dtype=torch.float32, device=device)[skip:]]
+            for low in (-1, -1, -1, 0)
+        ]
         grad, weight, first, second = (tensors[0].double() for tensors in lists)
         grad = 0.5 * grad
         first = 0.9 * first + 0.1 * grad

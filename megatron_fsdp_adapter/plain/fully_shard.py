@@ -118,7 +118,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         config = self.engine.config
         is_max_norm = norm_type == float("inf")
         op = dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
-        total = torch.zeros((), device=self.engine.runtime.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.runtime.device)
         if shards:
             norms = torch.stack(torch._foreach_norm([s.float() for s in shards], norm_type))
             total = norms.max() if is_max_norm else norms.pow(norm_type).sum()

@@ -429,7 +429,7 @@ def kernels_for(device: torch.device) -> ModuleType | None:
     def tried() -> ModuleType:
         from . import triton_e4m3 as kernels
 
-        one = torch.ones(1, device=device)
+        one = torch.ones(1, dtype=torch.float32, device=device)
         kernels.scales(one, one, one.clone(), False, 0.0)
         return kernels
 

@@ -83,7 +83,7 @@ def _rows(
 def _aligned_ones(count: int, device: torch.device) -> torch.Tensor:
     """(count,) float32 ones, each at a multiple of 16 bytes: cuBLAS refuses a scale at another
     place. Scales of blocks need no such gaps, as a weight has a multiple of 4."""
-    return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]
+    return torch.ones(count, 16 // torch.float32.itemsize, dtype=torch.float32, device=device)[:, 0]
 
 
 class ScaledQuantizer:
@@ -107,7 +107,7 @@ class ScaledQuantizer:
         self._inverses = inverses
         self.amax_numel = cast.amax_numel
         # What main weights are multiplied by.
-        self._scales = torch.ones(self.amax_numel, device=inverses.device)
+        self._scales = torch.ones(self.amax_numel, dtype=torch.float32, device=inverses.device)
         kept = [index for index, weight in enumerate(weights) if weight.kept]
         others = set(range(len(weights))).difference(kept)
         # The casts of weights whose planes are there between gathers, and of the others.
@@ -139,10 +139,10 @@ class Current(ScaledQuantizer):
         if settings.format == BLOCK128.name:
             blocks = BlockCast(rows, settings.dtype, self._powers, self._epsilon)
             # The inverses as `write_scales` makes them, without gaps.
-            self._found = torch.ones(blocks.amax_numel, device=device)
+            self._found = torch.ones(blocks.amax_numel, dtype=torch.float32, device=device)
             super().__init__(weights, blocks, self._found, "_rowwise_scale_inv")
         else:
-            self._found = torch.ones(len(rows), device=device)
+            self._found = torch.ones(len(rows), dtype=torch.float32, device=device)
             cast = TensorCast(rows, settings.dtype)
             super().__init__(weights, cast, _aligned_ones(len(rows), device), "_scale_inv")
 
@@ -217,7 +217,9 @@ class Delayed(ScaledQuantizer):
         bytes are made once more, the same ones where scales were known. TE has seen the amax of
         bytes with a known scale, or forgotten it by now: where nothing was noted since, neither is
         that."""
-        fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
+        fresh, unused = torch.empty(
+            2, self.amax_numel, dtype=torch.float32, device=self._amaxes.device
+        ).unbind()
         write_scales(self._amaxes, fresh, unused)
         scales = self._cast.views(self._scales)
         found = self._cast.views(fresh)

@@ -204,7 +204,7 @@ class QuantizedParams(QuantizedWeights):
         weights = [weight for group in groups for weight in rows_of(group)]
         made = self.quantizers(weights)
         counts = [quantizer.amax_numel for quantizer, _ in made]
-        amaxes = torch.zeros(sum(counts), device=self._engine_runtime.device)
+        amaxes = torch.zeros(sum(counts), dtype=torch.float32, device=self._engine_runtime.device)
         for (quantizer, _), part in zip(made, amaxes.split(counts), strict=True):
             if part.numel():
                 quantizer.bind(part)

@@ -240,6 +240,20 @@ def test_gradients_that_are_not_finite(rank: int, strategy: str) -> None:
         model.zero_grad()
 
 
+@on_ranks(2)
+def test_a_norm_under_another_default_dtype(rank: int) -> None:
+    """Of a gradient that one rank has none of."""
+    made = fully_shard_model(nn.Linear(3, 1, bias=False), None, [])
+    made(torch.ones(2, 3)).sum().backward()
+    torch.set_default_dtype(BF16)
+    try:
+        norm = made.clip_grad_norm_(1e9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(2 * 3**0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("strategy", SHARDED_GRADS)
 @on_ranks(2)
 def test_memory_of_cleared_gradients(rank: int, strategy: str) -> None:

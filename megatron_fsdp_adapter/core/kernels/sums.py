@@ -68,7 +68,8 @@ def _kernel(device: torch.device) -> SumRows | None:
     def tried() -> SumRows:
         from .triton_sums import sum_rows as kernel
 
-        kernel(torch.zeros(1, 1, device=device), torch.zeros(1, device=device), 1.0, False)
+        output = torch.zeros(1, dtype=torch.float32, device=device)
+        kernel(output.view(1, 1).clone(), output, 1.0, False)
         return kernel
 
     return kernel_or_warning(

@@ -199,7 +199,7 @@ class ClipToNorm:
             return ratio.clamp_max(1.0)
         if ratio >= 1.0:
             return None
-        return torch.full((), ratio, device=device)
+        return torch.full((), ratio, dtype=torch.float32, device=device)
 
     def apply(self, pairs: Sequence[LocalPair]) -> None:
         """Clips the gradients of each group by its own norm."""
