@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..core.dtensor.blocks import Chunks
 from ..core.dtensor.chunks import LayoutRef
-from ..core.dtensor.uneven import Chunks
 from ..core.engine.params import ParamPair
 from ..quantized import attributes_of_class
 

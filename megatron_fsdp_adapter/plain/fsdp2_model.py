@@ -22,7 +22,8 @@ from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
-from ..core.dtensor.uneven import Chunks, OwnRows, UnevenDTensor
+from ..core.dtensor.blocks import Chunks
+from ..core.dtensor.uneven import OwnRows, UnevenDTensor
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,

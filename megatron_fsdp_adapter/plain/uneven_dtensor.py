@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from ..core.dtensor.uneven import Chunks, UnevenDTensor, known_chunks, whole_tensor
+from ..core.dtensor.blocks import Chunks
+from ..core.dtensor.uneven import UnevenDTensor, known_chunks, whole_tensor
 
 
 def _chunks(dtensor: DTensor) -> Chunks:

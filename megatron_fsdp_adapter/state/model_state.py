@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..core.dtensor.blocks import Chunks
 from ..core.dtensor.parts import part_of
-from ..core.dtensor.uneven import Chunks, chunks_of, even_chunks, is_replicated, own_chunks
+from ..core.dtensor.uneven import chunks_of, even_chunks, is_replicated, own_chunks
 from ..core.layout.ranges import Shape
 from .names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter.core.dtensor.blocks import Chunks
 from megatron_fsdp_adapter.core.dtensor.uneven import (
-    Chunks,
     UnevenDTensor,
     chunks_of,
     is_replicated,

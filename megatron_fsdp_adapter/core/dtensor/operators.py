@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -93,6 +94,11 @@ def is_cut(value: Any) -> bool:
     return False
 
 
+def is_partial(value: Any) -> bool:
+    """True for a DTensor whose value is the sum, or another reduction, of what the ranks have."""
+    return isinstance(value, DTensor) and any(one.is_partial() for one in value._spec.placements)
+
+
 def _rows(value: Any) -> tuple[int, int] | None:
     """Start and number of this rank's rows; None if it has other blocks than rows."""
     boxes = value.chunks.boxes
@@ -128,8 +134,9 @@ def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
 def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | None:
     """`args` of an elementwise operator, made to have the same rows. None if that is impossible, or
     if an argument that is written would have to change. Collective if any has to change."""
-    if any(isinstance(one, DTensor) and one.dim() for one in kwargs.values()):  # `out`
-        return None
+    for one in kwargs.values():  # `out`
+        if isinstance(one, DTensor) and (one.dim() or is_partial(one)):
+            return None
     written = {number for number, _ in _written(func)}
     lists = lists_of(args)
     if not lists:
@@ -142,6 +149,9 @@ def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | No
     if None in rows:
         return None
     given = list(args)
+    for number, arg in enumerate(args):
+        if is_partial(arg) and number not in written:  # one number for all tensors of the lists
+            given[number] = replicated(arg)
     for number, column in zip(lists, zip(*rows, strict=True), strict=True):  # type: ignore[arg-type]
         given[number] = list(column)
     return tuple(given)
@@ -169,7 +179,10 @@ def _with_rows(operands: Sequence[Any], written: set[int]) -> list[Any] | None:
         return list(operands)
     found = []
     for number, one in enumerate(operands):
-        if isinstance(one, DTensor) and not _fits(first, one):
+        if is_partial(one) and one.dim() == 0 and number not in written:
+            # torch would leave the product partial, and cut `first` evenly for it.
+            one = replicated(one)
+        elif isinstance(one, DTensor) and not _fits(first, one):
             rows = _rows(first)
             if number in written or rows is None:
                 return None
@@ -307,3 +320,26 @@ def by_whole(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             value.chunks.take_from(written._local_tensor, value._local_tensor)
             originals[id(written)] = value
     return tree_map(lambda value: originals.get(id(value), value), result)
+
+
+NORMS = frozenset({torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar})
+"""The operators behind `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm`."""
+
+
+def norm_of_nothing(args: tuple[Any, ...]) -> float | None:
+    """The norm that a rank without elements contributes to one of `NORMS`, so that it changes
+    nothing. None if torch itself has one: 0, for finite orders from 0 on, and for norms along dims.
+
+    Torch refuses other orders on such a rank, while the others wait for it. (Torch 2.11 asks no
+    subclass and goes on refusing. It would ask a `__torch_function__`, but that would be in the way
+    of every read of `.grad`.)
+
+    args: of the operator: tensors, the order of the norm (2 if not given), and dims if given.
+    """
+    along_dims = len(args) > 2 and args[2] is not None
+    if along_dims:
+        return None
+    order = float(args[1]) if len(args) > 1 else 2.0
+    if order < 0:
+        return math.inf
+    return 0.0 if order == math.inf else None

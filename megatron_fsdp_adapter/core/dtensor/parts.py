@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter.core.dtensor.blocks import Chunks
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef, dtensor_like
-from megatron_fsdp_adapter.core.dtensor.uneven import Chunks, UnevenDTensor, own_chunks
+from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor, own_chunks
 from megatron_fsdp_adapter.core.layout.ranges import (
     Box,
     FlatRange,

@@ -15,127 +15,37 @@ only *reported* (`OwnRows`) does without them: operators never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..layout.ranges import Box, Shape
+from ..layout.ranges import Box
+from .blocks import Chunks
 from .operators import (
+    NORMS,
     OperatorKind,
     aligned,
     by_whole,
     is_cut,
+    is_partial,
     kind_of,
     lists_of,
+    norm_of_nothing,
     refresh,
+    replicated,
     same_rows,
     view,
     windows,
     write_back,
 )
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The blocks (offsets, sizes) of a whole tensor that a rank has, in the order of the elements
-    of its local tensor; none if that is empty.
-
-    cut: a value from which the blocks of *every* rank follow. Tensors of one shape with equal cuts
-    lie alike on all ranks. None: only this rank's blocks are known.
-    """
-
-    boxes: tuple[Box, ...]
-    cut: Any = None
-
-    def check(self, shape: Shape, local: torch.Tensor) -> None:
-        """ValueError unless every block is inside `shape` and together they are as large as
-        `local`."""
-        numel = 0
-        for offsets, sizes in self.boxes:
-            if not _is_inside(offsets, sizes, shape):
-                raise ValueError(
-                    f"chunk at {offsets} of size {sizes} is not inside a {shape} tensor"
-                )
-            numel += math.prod(sizes)
-        if numel != local.numel():
-            raise ValueError(
-                f"chunks {self.boxes} have {numel} elements, the local tensor of shape "
-                f"{tuple(local.shape)} has {local.numel()}"
-            )
-
-    def listed(self) -> list[ChunkStorageMetadata]:
-        """The chunks as torch DCP's metadata."""
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self.boxes
-        ]
-
-    def write_items(self, fqn: str, local: torch.Tensor, shape: torch.Size) -> list[WriteItem]:
-        """The items that torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
-        items = []
-        for chunk in self.listed():
-            index = MetadataIndex(fqn, chunk.offsets)
-            properties = TensorProperties.create_from_tensor(local)
-            data = TensorWriteData(chunk=chunk, properties=properties, size=shape)
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-        """A view of the part of `local` that torch DCP means by `index`. Raises ValueError if this
-        rank has no such part."""
-        for (offsets, _), part in self._parts(local):
-            if index.offset is None or torch.Size(offsets) == index.offset:
-                return part
-        raise ValueError(f"{index.fqn}: no chunk at {index.offset} on this rank")
-
-    def take_from(self, whole: torch.Tensor, local: torch.Tensor) -> None:
-        """Copies the blocks out of `whole` into `local`."""
-        for box, part in self._parts(local):
-            part.copy_(whole[_place(box)])
-
-    def put_into(self, whole: torch.Tensor, local: torch.Tensor) -> None:
-        """Copies `local` into the blocks of `whole`."""
-        for box, part in self._parts(local):
-            whole[_place(box)].copy_(part)
-
-    def _parts(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Each block, and the view of `local` that has its elements. `view` and not `reshape`,
-        which may copy: a load writes through it."""
-        flat = local.view(-1)
-        start = 0
-        for box in self.boxes:
-            _, sizes = box
-            end = start + math.prod(sizes)
-            yield box, flat[start:end].view(sizes)
-            start = end
-
-
-def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """True for a block with elements, all of them of a tensor of `shape`."""
-    if len(offsets) != len(shape) or len(sizes) != len(shape):
-        return False
-    for start, size, whole in zip(offsets, sizes, shape, strict=True):
-        if start < 0 or size < 1 or start + size > whole:
-            return False
-    return True
-
-
-def _place(box: Box) -> tuple[slice, ...]:
-    offsets, sizes = box
-    return tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
 
 
 class OwnRows(Shard):
@@ -202,6 +112,8 @@ class UnevenDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _ITEM and is_partial(args[0]):
+            return func(replicated(args[0]))
         kind = kind_of(func, args)
         kwargs = kwargs or {}
         own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnevenDTensor)]
@@ -218,7 +130,7 @@ class UnevenDTensor(DTensor):
             args = same
         originals: dict[int, UnevenDTensor] = {}
         kept: list[DTensor] = []
-        of_nothing = _norm_of_nothing(args) if func in _NORMS else None
+        of_nothing = norm_of_nothing(args) if func in NORMS else None
 
         def plain(value: UnevenDTensor) -> DTensor:
             local = value._local_tensor
@@ -240,6 +152,8 @@ class UnevenDTensor(DTensor):
                 return originals[id(value)]
             if type(value) is not DTensor or kind is OperatorKind.NEW:
                 return value
+            if is_partial(value):  # `item` of it is to be that of the whole
+                return with_chunks(value, None)
             like = [one for one in sources if _same_geometry(one, value)]
             if not like or not all(same_rows(one.chunks, like[0].chunks) for one in like):
                 return value
@@ -286,6 +200,8 @@ class UnevenDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective over the mesh, whose ranks must all call
         it."""
+        if is_partial(self):
+            return super().full_tensor(grad_placements=grad_placements)
         return whole_tensor(self)
 
     def redistribute(
@@ -302,6 +218,14 @@ class UnevenDTensor(DTensor):
 
         Raises ValueError for another mesh, or without placements.
         """
+        if is_partial(self):
+            return super().redistribute(
+                device_mesh,
+                placements,
+                async_op=async_op,
+                forward_dtype=forward_dtype,
+                backward_dtype=backward_dtype,
+            )
         mesh = self.device_mesh
         if device_mesh is not None and device_mesh != mesh:
             raise ValueError(
@@ -348,6 +272,9 @@ class UnevenDTensor(DTensor):
             )
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
+"""The operator behind `item`, `float` and `bool`."""
+
 _OF_THE_OBJECT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operators that read no values."""
 
@@ -361,29 +288,6 @@ def _check_present(dtensor: DTensor) -> None:
             "released. Call return_memory(model, optimizer) first; of a gradient that was taken "
             "off its parameter (grad = None), and is gone with the next forward, keep grad.clone()"
         )
-
-
-_NORMS = frozenset({torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar})
-"""The operators behind `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm`."""
-
-
-def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
-    """The norm that a rank without elements contributes to one of `_NORMS`, so that it changes
-    nothing. None if torch itself has one: 0, for finite orders from 0 on, and for norms along dims.
-
-    Torch refuses other orders on such a rank, while the others wait for it. (Torch 2.11 asks no
-    subclass and goes on refusing. It would ask a `__torch_function__`, but that would be in the way
-    of every read of `.grad`.)
-
-    args: of the operator: tensors, the order of the norm (2 if not given), and dims if given.
-    """
-    along_dims = len(args) > 2 and args[2] is not None
-    if along_dims:
-        return None
-    order = float(args[1]) if len(args) > 1 else 2.0
-    if order < 0:
-        return math.inf
-    return 0.0 if order == math.inf else None
 
 
 def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:

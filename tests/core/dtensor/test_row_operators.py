@@ -19,7 +19,11 @@ from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
 from tests.lib.plain.plain import device
 from tests.lib.ranks.shared_ranks import on_ranks
 
-CHECKS = ("core/dtensor/operators.py", "core/dtensor/uneven.py")
+CHECKS = (
+    "core/dtensor/operators.py",
+    "core/dtensor/uneven.py",
+    "core/dtensor/blocks.py",
+)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, *label: object) -> None:
@@ -118,7 +122,33 @@ def _new(p, *_):
     return p.new_ones(p.shape) + p
 
 
+def _times_a_sum(p, *_):
+    return p.sum() * p + p * (p.sum() + p.abs().sum())
+
+
+def _off_another(p, *_):
+    other = p * p + 1
+    return p - (p * other).sum() / (other * other).sum() * other
+
+
+def _list_times_a_sum(p, *_):
+    return torch._foreach_mul([p, p * 2], p.sum())[1]
+
+
+def _list_times_sums(p, *_):
+    return torch._foreach_mul([p, p * 2], [-p.sum(), p.sum() / 3])[1]
+
+
+def _item(p, *_):
+    return p * (p.sum().item() + (p.sum() / 2).view(1).item() + p.norm().item())
+
+
 READ = {
+    "times a sum": _times_a_sum,
+    "off another": _off_another,
+    "a list times a sum": _list_times_a_sum,
+    "a list times sums": _list_times_sums,
+    "item": _item,
     "mean": _mean,
     "deviation": _deviation,
     "largest": _largest,
@@ -189,7 +219,17 @@ def _by_whole_tensors(p, *_):
     return p.addmm_(p, p.t() @ p, alpha=0.1)
 
 
+def _a_product_added(p, *_):
+    return p.mul_(p.sum()).add_(p.sum() * p, alpha=0.1)
+
+
+def _list_by_a_sum(p, *_):
+    return torch._foreach_mul_([p], p.sum())
+
+
 WRITTEN = {
+    "a product added": _a_product_added,
+    "a list by a sum": _list_by_a_sum,
     "centered": _centered,
     "rows of norm one": _scaled_to_rows_of_norm_one,
     "copied from the whole": _copied_from_the_whole,

@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.checkpoint import storage
+from megatron_fsdp_adapter.core.dtensor.blocks import Chunks
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
-from megatron_fsdp_adapter.core.dtensor.uneven import Chunks, UnevenDTensor
+from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.layout.ranges import Box
 

@@ -30,11 +30,9 @@ class Known:
 
 
 PENDING = "a forward waits for its backward, so parameters() shows unsharded parameters"
-ROWS = "a rank has any rows of a parameter, which torch takes for an even split"
 
 # fmt: off
 KNOWN = (
-    Known(r"(wrong|error on one rank): .*(project gradients|Expected cond to be True).*", ROWS),
     Known(r"wrong: .*\bpenalty\b.*", PENDING),
     Known(r"wrong: .*\braises in backward\b(?! and).*", PENDING),
     Known(r"wrong: .*\braises in backward and goes on\b.*",
@@ -61,7 +59,6 @@ KINDS_OF_KNOWN = (
     "raises in backward and goes on",
     "jvp",
     "vmap",
-    "project gradients",
     "penalty",
 )
 """Kinds of statements that most of the known findings need."""
