@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..core.comm.wait_watch import watch_world
 from ..core.config import EngineConfig
@@ -44,6 +46,15 @@ def with_single_rank_domains(
     return replace(config, whole=tuple(alone))
 
 
+@contextlib.contextmanager
+def for_training() -> Iterator[None]:
+    """Within it, tensors are made that can be trained, also where the first read or the first
+    forward of a model is under `torch.inference_mode` or inside a transform of `torch.func`."""
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+        yield
+
+
+@for_training()
 def build_engine(
     make: Callable[..., Engine],
     subject: str,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..build.building import build_engine, with_single_rank_domains
+from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
@@ -229,6 +229,7 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
     return model.engine
 
 
+@for_training()
 def show_on_meta(module: Any) -> bool:
     """Shows DTensors without memory in place of the model's parameters, if the model is not sharded
     yet and all parameters that it will shard are on the meta device.
@@ -262,6 +263,7 @@ def show_on_meta(module: Any) -> bool:
     return True
 
 
+@for_training()
 def _build(root: nn.Module) -> None:
     """Shards the model `root`. Collective.
 

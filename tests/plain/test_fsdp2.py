@@ -264,6 +264,32 @@ def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
     return found
 
 
+def _read_in_inference_mode(made: Any) -> None:
+    with torch.inference_mode():
+        assert sum(param.numel() for param in made.parameters())
+
+
+def _run_in_inference_mode(made: Any) -> None:
+    with torch.inference_mode():
+        made(tokens(0, 0, 0))
+
+
+def _run_in_vmap(made: Any) -> None:
+    inputs = torch.rand(3, 2, 10)
+    with torch.no_grad():
+        expected = torch.stack([model().blocks(x) for x in inputs])
+        torch.testing.assert_close(torch.func.vmap(made.blocks)(inputs), expected)
+
+
+@pytest.mark.parametrize("use", (_read_in_inference_mode, _run_in_inference_mode, _run_in_vmap))
+@on_ranks(2)
+def test_a_first_use_where_tensors_are_not_for_training(rank: int, use: Use) -> None:
+    expected, found = (sharded(theirs, model()), sharded(ours, model()))
+    use(found)
+    losses = [train(made, adam(made), rank)[0] for made in (expected, found)]
+    assert losses[0] == losses[1]
+
+
 @on_ranks(2)
 def test_a_start_on_the_meta_device(rank: int) -> None:
     """Parameters there are DTensors, which `to_empty` or a load makes the sharded ones: the same
