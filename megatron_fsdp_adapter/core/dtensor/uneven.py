@@ -15,6 +15,7 @@ only *reported* (`OwnRows`) does without them: operators never see it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ class UnevenDTensor(DTensor):
     chunks: Chunks | None
     window: Any = None
     """For a view that has no rows of its own: its source, and a copy (`operators.windows`)."""
+    is_fixed: bool = False
+    """True if the local tensor is part of a flat buffer, which cannot be exchanged."""
+    given: tuple[weakref.ref[UnevenDTensor], ...] = ()
+    """What reads of `data` have returned, if it is fixed."""
 
     @staticmethod
     def over(
@@ -164,6 +169,33 @@ class UnevenDTensor(DTensor):
             columns = zip(*[args[n] for n in lists], strict=True)
             return [uneven(value, at) for value, at in zip(result, columns, strict=True)]
         return tree_map(lambda value: uneven(value, originals.values()), result)
+
+    @property
+    def data(self) -> UnevenDTensor:
+        """Torch's `data`. An assignment to that of a parameter or a gradient copies the values into
+        this rank's rows; what `data` has returned before keeps its own."""
+        shown: UnevenDTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if self.is_fixed:
+            alive = [ref for ref in self.given if ref() is not None]
+            self.given = (*alive, weakref.ref(shown))
+        return shown
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not self.is_fixed:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            if isinstance(value, DTensor):
+                self._local_tensor = value._local_tensor
+                self._spec = value._spec
+            self.chunks = getattr(value, "chunks", None)
+            return
+        refuse_data(self, value)
+        for ref in self.given:
+            earlier = ref()
+            if earlier is not None and earlier is not value:
+                earlier._local_tensor = earlier._local_tensor.clone()
+        with torch.no_grad():
+            self.copy_(value)
 
     def detach(self) -> UnevenDTensor:
         """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
@@ -287,6 +319,19 @@ def _check_present(dtensor: DTensor) -> None:
             f"reading a tensor of shape {tuple(dtensor.shape)} of a sharded model whose memory was "
             "released. Call return_memory(model, optimizer) first; of a gradient that was taken "
             "off its parameter (grad = None), and is gone with the next forward, keep grad.clone()"
+        )
+
+
+def refuse_data(dtensor: UnevenDTensor, value: Any) -> None:
+    """RuntimeError if `value` cannot be assigned to `data` of a parameter or a gradient."""
+    devices = (dtensor.device, dtensor._local_tensor.device)
+    fits = isinstance(value, DTensor) and value.device in devices
+    if not fits or value.shape != dtensor.shape or value.dtype != dtensor.dtype:
+        raise RuntimeError(
+            f"data of a sharded tensor of shape {tuple(dtensor.shape)}, {dtensor.dtype}, was set "
+            f"to a {type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}, but it is "
+            "a view of a flat buffer and keeps shape, dtype and device. Assign a DTensor of the "
+            "same ones; make it of a whole tensor by torch.distributed.tensor.distribute_tensor"
         )
 
 

@@ -121,6 +121,9 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
             grad = (
                 as_dtensor(group.grads.main.items(held)[index], group, index) if trainable else None
             )
+            for value in (sharded, grad):
+                if value is not None:
+                    value.is_fixed = True  # type: ignore[union-attr]
             if grad is not None and grad.dtype != sharded.dtype:
                 sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, sharded, grad))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
 
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
@@ -227,9 +227,14 @@ def _list_by_a_sum(p, *_):
     return torch._foreach_mul_([p], p.sum())
 
 
+def _by_a_vector(p, *_):
+    vector_to_parameters(parameters_to_vector([p]) * 0.5, [p])
+
+
 WRITTEN = {
     "a product added": _a_product_added,
     "a list by a sum": _list_by_a_sum,
+    "by a vector": _by_a_vector,
     "centered": _centered,
     "rows of norm one": _scaled_to_rows_of_norm_one,
     "copied from the whole": _copied_from_the_whole,

@@ -178,6 +178,25 @@ def _block_left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
     blocks.forward = blocks[1 - step % 2 :].forward
 
 
+def _data_of_grads_assigned(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data = param.grad.data * 0.5
+
+
+def _data_exchanged(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Evaluates other weights, puts the trained ones back as a program with averaged weights does,
+    and clamps those."""
+    params = [*model.parameters()]
+    trained = [param.data for param in params]
+    for param in params:
+        param.data = param.data * 0.9
+    _evaluated(side, model, optimizer, step)
+    for param, before in zip(params, trained, strict=True):
+        param.data = before
+        param.data = param.data.clamp(-0.2, 0.2)
+
+
 def _trained_with(name: str, **how: Any) -> None:
     """Adds a loop: the plain one, of which some is done otherwise."""
     LOOPS[name] = functools.partial(_trained, **how)
@@ -194,6 +213,7 @@ _trained_with("cleared_between_forward_and_backward", between=_clears_one_of_bot
 _trained_with("gradients_that_are_thrown_away", before=_thrown_away)
 _trained_with("some_gradients_taken_away", changed=_some_taken_away)
 _trained_with("gradients_replaced", changed=_halved)
+_trained_with("data_assigned", changed=_data_of_grads_assigned, after=_data_exchanged)
 _trained_with("gradients_replaced_between_backwards", changed=_halved, backwards=2)
 _trained_with("clipped_after_an_evaluation", changed=_evaluated_and_clipped, after=_evaluated)
 for _norm in (float("inf"), 1.0, 2.0, 3.0):
