@@ -8,17 +8,22 @@ import itertools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -254,6 +259,32 @@ def test_what_either_has_after_some_steps_goes_on_in_the_other(rank: int) -> Non
         )
         assert found == expected, say
         check_same_bits(whole(other), whole(made), say)
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_of_what_is_trained_meanwhile(rank: int, root: Path) -> None:
+    folder = root / "saved"
+    made = sharded(ours, model())
+    optimizer = adam(made)
+    train(made, optimizer, rank)
+    expected = whole(made)
+    expected_moments = moments_of(made, optimizer)
+    weights, moments = get_state_dict(made, optimizer)
+    group = dist.new_group(backend="gloo")
+    saving = dcp.async_save(
+        {"weights": weights, "moments": moments}, checkpoint_id=folder, process_group=group
+    )
+    train(made, optimizer, rank, first=5)
+    saving.result()
+    dist.barrier()
+    for shard in (theirs, ours):
+        other = sharded(shard, model())
+        resumed = adam(other)
+        weights, moments = get_state_dict(other, resumed)
+        dcp.load({"weights": weights, "moments": moments}, checkpoint_id=folder)
+        set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
+        check_same_bits(whole(other), expected, shard.__module__)
+        check_same_bits(moments_of(other, resumed), expected_moments, shard.__module__)
 
 
 def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

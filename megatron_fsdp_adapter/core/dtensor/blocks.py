@@ -30,6 +30,9 @@ class Chunks:
     boxes: tuple[Box, ...]
     cut: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chunks:
+        return self  # its cut refers to the whole layout, and nothing changes either
+
     def check(self, shape: Shape, local: torch.Tensor) -> None:
         """ValueError unless every block is inside `shape` and together they are as large as
         `local`."""

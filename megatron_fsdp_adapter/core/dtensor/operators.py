@@ -131,6 +131,15 @@ def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
     )
 
 
+def new_rows(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result of an operator `new_...` that is asked for the shape of its DTensor: a tensor with
+    the rows of that. Torch's copies for background saves are made so."""
+    source, _, *rest = args
+    local = source._local_tensor
+    made = func(local, local.shape, *rest, **kwargs)
+    return _like(source, made, torch.empty_strided(source.shape, source.stride(), device="meta"))
+
+
 def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | None:
     """`args` of an elementwise operator, made to have the same rows. None if that is impossible, or
     if an argument that is written would have to change. Collective if any has to change."""

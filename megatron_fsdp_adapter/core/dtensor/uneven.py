@@ -39,6 +39,7 @@ from .operators import (
     is_partial,
     kind_of,
     lists_of,
+    new_rows,
     norm_of_nothing,
     refresh,
     replicated,
@@ -121,6 +122,8 @@ class UnevenDTensor(DTensor):
             return func(replicated(args[0]))
         kind = kind_of(func, args)
         kwargs = kwargs or {}
+        if kind is OperatorKind.NEW and is_cut(args[0]) and tuple(args[1]) == args[0].shape:
+            return new_rows(func, args, kwargs)
         own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnevenDTensor)]
         if func not in _OF_THE_OBJECT:
             for one in own:
@@ -196,6 +199,11 @@ class UnevenDTensor(DTensor):
                 earlier._local_tensor = earlier._local_tensor.clone()
         with torch.no_grad():
             self.copy_(value)
+
+    def data_ptr(self) -> int:
+        """0, as of any DTensor whose local tensor begins its storage: the address is that of the
+        local tensor. Torch takes another address for a storage of the wrapper's own."""
+        return 0
 
     def detach(self) -> UnevenDTensor:
         """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
