@@ -28,11 +28,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
 )
-from torch.distributed.tensor import DTensor
 
 from ..core.engine.step import RootCall
 from ..core.problems import raise_problems
-from ..plan.module_problems import parameter_problems
+from ..plan.module_problems import computes_itself, parameter_problems
 from ..state.not_copyable import NotCopyable
 from .casts import cast
 from .fsdp2_model import (
@@ -358,11 +357,11 @@ def _check(
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
     skipped = {id(param) for param in ignored}
-    distributed = set()
+    of_other_classes = set()
     for name, param in module.named_parameters():
-        if isinstance(param, DTensor) and id(param) not in skipped:
-            distributed.add(name)
-    found += parameter_problems(module, distributed.__contains__)
+        if computes_itself(param) and id(param) not in skipped:
+            of_other_classes.add(name)
+    found += parameter_problems(module, of_other_classes.__contains__)
     if placement_of is not None:
         found += _placement_problems(map(placement_of, module.parameters()))
     raise_problems(SUBJECT, found)

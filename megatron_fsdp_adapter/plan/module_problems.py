@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..quantized.params import kind_of
 from ..quantized.start import outdated_values
 from .unit_classes import unit_problems
 
@@ -89,6 +90,14 @@ def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> 
     return found[:8]
 
 
+def computes_itself(param: torch.Tensor) -> bool:
+    """True for a tensor whose class has a `__torch_dispatch__`, so that its values may be in other
+    tensors; but not for Transformer Engine's quantized weights."""
+    dispatch = getattr(type(param), "__torch_dispatch__", None)
+    is_plain = dispatch in (None, torch.Tensor.__torch_dispatch__)
+    return not is_plain and kind_of(type(param)) is None
+
+
 def _parameter(param: nn.Parameter) -> str:
     """The reason why a flat buffer cannot hold `param`, and what to do; empty if it can."""
     if any(hasattr(param, mark) for mark in SHARDED_ALREADY):
@@ -98,6 +107,13 @@ def _parameter(param: nn.Parameter) -> str:
             f"it is a DTensor, {param.placements} over {param.device_mesh} (parallelize_module, or "
             "sharded by another library), but flat buffers hold plain tensors. Use Megatron's "
             "tensor-parallel layers, or torch's fully_shard for this model"
+        )
+    if computes_itself(param):
+        return (
+            f"its class {type(param).__name__} computes by a __torch_dispatch__ of its own "
+            "(torchao's float8 and quantized weights), but flat buffers hold plain tensors: it "
+            "would never be trained. Use plain weights (enable_fsdp_float8_all_gather=False), "
+            "pass it in ignored_params, or use torch's fully_shard for this model"
         )
     if param.layout is not torch.strided:
         return f"its layout is {param.layout}, but buffers are dense. Use param.to_dense()"

@@ -3,11 +3,14 @@ No process group is there."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp_adapter.plan.module_problems import module_problems
@@ -128,6 +131,32 @@ def test_a_parameter_that_is_a_dtensor_is_an_early_error(two_ranks: None) -> Non
     for shards in (fully_shard_model, fully_shard):
         with pytest.raises(ValueError, match=r"parameter odd .* it is a DTensor.*parallelize"):
             shards(model)
+
+
+class Wrapper(torch.Tensor):
+    """As torchao's weights, which gather in float8."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda one: one.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Wrapper, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, *given: Any) -> Any:
+        return (self.inner,), None
+
+
+def test_a_parameter_whose_values_are_in_another_tensor_is_an_early_error(one_rank: None) -> None:
+    model = Odd(Wrapper(torch.ones(4, 3)))
+    for shards in (fully_shard_model, fully_shard):
+        with pytest.raises(ValueError, match=r"parameter odd .* its class Wrapper .*never be tr"):
+            shards(model)
+    fully_shard(model, ignored_params={model.odd})
 
 
 def _float64_frozen():
