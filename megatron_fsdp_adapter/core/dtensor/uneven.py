@@ -83,7 +83,7 @@ class UnevenDTensor(DTensor):
     is_fixed: bool = False
     """True if the local tensor is part of a flat buffer, which cannot be exchanged."""
     given: tuple[weakref.ref[UnevenDTensor], ...] = ()
-    """What reads of `data` have returned, if it is fixed."""
+    """Results of reads of `data`, if it is fixed."""
 
     @staticmethod
     def over(
@@ -338,8 +338,8 @@ def refuse_data(dtensor: UnevenDTensor, value: Any) -> None:
         raise RuntimeError(
             f"data of a sharded tensor of shape {tuple(dtensor.shape)}, {dtensor.dtype}, was set "
             f"to a {type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}, but it is "
-            "a view of a flat buffer and keeps shape, dtype and device. Assign a DTensor of the "
-            "same ones; make it of a whole tensor by torch.distributed.tensor.distribute_tensor"
+            "a view of a flat buffer, which keeps shape, dtype and device. Assign a DTensor like "
+            "it (distribute_tensor makes one of a whole tensor)"
         )
 
 
