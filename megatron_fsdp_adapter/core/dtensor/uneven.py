@@ -173,7 +173,7 @@ class UnevenDTensor(DTensor):
             return [uneven(value, at) for value, at in zip(result, columns, strict=True)]
         return tree_map(lambda value: uneven(value, originals.values()), result)
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> UnevenDTensor:
         """Torch's `data`. An assignment to that of a parameter or a gradient copies the values into
         this rank's rows; what `data` has returned before keeps its own."""
