@@ -56,7 +56,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
                 )
     if not hasattr(optimizer, "_fsdp_engines"):
         for engine in engines_behind(sharded):
-            engine.begin_step()
+            begin_step = getattr(engine, "begin_step", None)
+            if begin_step is not None:  # an engine of a plain loop
+                begin_step()
     _cut_state(optimizer)
 
 

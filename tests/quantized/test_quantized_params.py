@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp_adapter.build.description import param_rows
 from megatron_fsdp_adapter.build.same_model import model_lines
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine import hooks
+from megatron_fsdp_adapter.core.engine import saved_tensors
 from megatron_fsdp_adapter.core.engine.partition import managed_params, partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
@@ -198,7 +198,7 @@ def live_bytes(rig: Rig) -> int:
 
 def test_autograd_keeps_the_parameter_and_no_copy_of_it(two_ranks, monkeypatch):
     """What backward reads of a weight is in the unit's buffers, which hooks are not shown."""
-    monkeypatch.setattr(hooks, "is_owned", lambda value: False)
+    monkeypatch.setattr(saved_tensors, "is_owned", lambda value: False)
     rig = build(Setup(recipe="current"))
     kept: list[torch.Tensor] = []
 

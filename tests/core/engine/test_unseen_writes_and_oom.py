@@ -93,7 +93,10 @@ class Program(NamedTuple):
         return side.weights()
 
     def is_lost(self, strategy: str, precision: str) -> bool:
-        """Whether main weights are other memory than what is written."""
+        """Whether main weights are other memory than what is written. Behind a forward that was for
+        a log, sharded parameters are written."""
+        if self.write is None:
+            return False
         is_cast = precision == "bf16" and self.name != FROZEN
         return STRATEGIES[strategy].shard_weights or is_cast
 
