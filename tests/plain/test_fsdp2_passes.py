@@ -155,12 +155,13 @@ class Filling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.side = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.up, self.down, self.side = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor, found: list[torch.Tensor], fills: bool) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
         if fills:
             found.append(self.side(x).mean())
-        return x + torch.tanh(self.up(x))
+        return x + y
 
 
 class Filled(nn.Module):
@@ -170,14 +171,18 @@ class Filled(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.ModuleList(Filling() for _ in range(layers))
+        self.out = nn.Linear(6, 6)
         self.calls = calls
 
-    def forward(self, x: torch.Tensor, fills: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, fills: bool = True, as_loss: bool = True) -> Any:
+        """A loss, or the output and the sum of what is in the list."""
         found: list[torch.Tensor] = []
         for _ in range(self.calls):
             for layer in self.layers:
                 x = layer(x, found, fills)
-        return x.square().mean() + sum(found, torch.zeros(()))
+        rest = sum(found, torch.zeros(()))
+        x = self.out(x)
+        return x.square().mean() + rest if as_loss else (x, rest)
 
 
 def _filled(is_sharded: bool, layers: int, calls: int = 1) -> Any:
@@ -200,7 +205,9 @@ def test_a_layer_called_twice_fills_a_list_in_two_forwards_of_one_loss(rank: int
         made = _filled(is_sharded, 1, calls=2)
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         for step in range(2):
-            loss = made(_rows(step)) - 0.5 * made(_rows(step + 5))
+            one, losses = made(_rows(step), as_loss=False)
+            other, more = made(_rows(step + 5), as_loss=False)
+            loss = (one - other).square().mean() + one.square().mean() + 0.1 * (losses + more)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
