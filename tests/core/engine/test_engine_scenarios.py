@@ -7,8 +7,6 @@ weights.
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +19,7 @@ import megatron_fsdp_adapter
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.lib.engine.engine_cases import Rig, build, built
+from tests.lib.engine.engine_cases import Rig, build, built, profiled_pass
 from tests.lib.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
 from tests.lib.engine.recording import RaceError, RecordingRuntime
 from tests.lib.engine.scenarios import (
@@ -197,17 +195,7 @@ def step_cost(setup: Setup) -> Counter[str]:
             if own or (event == "c_call" and arg.__qualname__.startswith(OF_TORCH)):
                 calls[code.co_name if own else arg.__qualname__] += 1
 
-    with built(setup, HostRuntime()) as rig:
-        for _ in range(2):
-            rig.step()
-        rig.zero()
-        gc.disable()  # an earlier test's engine may be collected, whose finalizer would be counted
-        sys.setprofile(profile)
-        try:
-            rig.forward_backward(2)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
+    profiled_pass(setup, profile)
     return calls
 
 

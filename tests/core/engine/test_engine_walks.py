@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megatron_fsdp_adapter
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.lib.engine.engine_cases import built
+from tests.lib.engine.engine_cases import profiled_pass
 from tests.lib.engine.scenarios import ZERO_3
 from tests.lib.engine.small_model import Setup
 
@@ -48,15 +45,5 @@ def test_a_unit_passes_these_modules(walk: str) -> None:
         if event == "return" and inside and inside[-1] is frame:
             inside.pop()
 
-    with built(Setup(ZERO_3), HostRuntime()) as rig:
-        for _ in range(2):
-            rig.step()
-        rig.zero()
-        gc.disable()  # an earlier test's engine may be collected, whose finalizer would be counted
-        sys.setprofile(profile)
-        try:
-            rig.forward_backward(2)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
+    profiled_pass(Setup(ZERO_3), profile)
     assert found == WALKS[walk]

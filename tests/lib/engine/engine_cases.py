@@ -6,7 +6,9 @@ what real ones would, and a runtime that checks every access.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, managed_params, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.core.runtime.device import storage_bytes
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from megatron_fsdp_adapter.optim.residency import Residency
 from megatron_fsdp_adapter.optim.step import adopt
@@ -336,3 +338,18 @@ def built(
     """What `build` makes, inside a world of the setup's size."""
     with pretended_world(setup.world, setup.rank):
         yield build(setup, runtime, communicator)
+
+
+def profiled_pass(setup: Setup, profile: Callable[[Any, str, Any], None]) -> None:
+    """Two microbatches under `sys.setprofile(profile)`, of a step that knows the order of units."""
+    with built(setup, HostRuntime()) as rig:
+        for _ in range(2):
+            rig.step()
+        rig.zero()
+        gc.disable()  # an earlier test's engine may be collected, whose finalizer would be counted
+        sys.setprofile(profile)
+        try:
+            rig.forward_backward(2)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
