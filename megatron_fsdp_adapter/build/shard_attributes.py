@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.dtensor.blocks import Chunks
 from ..core.dtensor.chunks import LayoutRef
+from ..core.dtensor.uneven import UnevenDTensor
 from ..core.engine.params import ParamPair
 from ..quantized import attributes_of_class
 
@@ -36,8 +37,8 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
     for value in (param, pair.grad):
-        if value is not None:
-            value.chunks = Chunks(ref.chunks(), (ref.layout, ref.index))  # type: ignore[union-attr]
+        if isinstance(value, UnevenDTensor):
+            value.chunks = Chunks(ref.chunks(), (ref.layout, ref.index))
 
 
 def _copy_attributes(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:

@@ -143,6 +143,8 @@ class EngineConfig:
             are compute weights too, or quantized ones are made of them (`MainWeights.is_on_host`).
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
+        even_rows: each parameter is split into rows as torch's `Shard(0)` splits it, so that its
+            shard is a DTensor of torch's. Otherwise parameters are packed into few segments.
         whole: names of domains whose shard axis has one rank, in order. This rank has everything
             there: compute weights are kept, and backward adds to the main gradients. Those are
             released between steps, as shards are.
@@ -158,6 +160,7 @@ class EngineConfig:
     shard_outer: bool = False
     keep_derived: bool = False
     offload: bool = False
+    even_rows: bool = False
     whole: tuple[str, ...] = ()
     weight_slots: bool = False
     bucket_slots: bool = False

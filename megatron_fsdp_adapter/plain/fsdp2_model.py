@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,8 +21,6 @@ from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
-from ..core.dtensor.blocks import Chunks
-from ..core.dtensor.uneven import OwnRows, UnevenDTensor
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -335,7 +332,6 @@ def _engine(root: nn.Module) -> UserLoopEngine:
     )
     engine.set_auto_sync(True)
     _set_units(engine, root, plans)
-    _distribute_rows()
     mark_shards(engine, root, root)
     give_addresses(engine.pairs)
     return engine
@@ -430,31 +426,5 @@ def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConf
         strategy=STRATEGIES["optim_grads_params"],
         policy=Policy(main_params_dtype=None, main_grads_dtype=own, grad_comm_dtype=wire),
         offload=first.offload,
+        even_rows=True,
     )
-
-
-@functools.cache
-def _distribute_rows() -> None:
-    """Makes `set_optimizer_state_dict` cut unsharded tensors into the rows that a rank has of our
-    parameters. It replaces a function of torch, which cuts evenly; for tensors of others the
-    replacement calls that function. Once a process."""
-    original = _state_dict_utils.distribute_tensor
-
-    @functools.wraps(original)
-    def distribute(
-        tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
-    ) -> Any:
-        # The last OwnRows has the extent of the rows; placements before it cut nothing.
-        rows = next((p for p in reversed(placements or ()) if isinstance(p, OwnRows)), None)
-        if rows is None:
-            return original(tensor, device_mesh, placements, **options)
-        start = rows.start
-        size = rows.size
-        rest = tensor.shape[1:]
-        box = ((start, *[0] * len(rest)), (size, *rest))
-        chunks = Chunks((box,) if size else ())
-        local = tensor[start : start + size].clone()
-        shown = [Shard(0) if isinstance(one, OwnRows) else one for one in placements]
-        return UnevenDTensor.over(local, device_mesh, shown, tensor.shape, tensor.stride(), chunks)
-
-    _state_dict_utils.distribute_tensor = distribute

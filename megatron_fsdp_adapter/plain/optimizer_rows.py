@@ -33,7 +33,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     - torch's Adam without `fully_shard_optimizer`, if gradients have another dtype than parameters.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    sharded = [param for param in params if isinstance(param, UnevenDTensor)]
+    sharded = [param for param in params if hasattr(param, "_fsdp_engine")]
     if isinstance(optimizer, torch.optim.Adafactor) and sharded:
         raise RuntimeError(
             "optimizer=Adafactor: its step reads norms of whole tensors as numbers, of which each "

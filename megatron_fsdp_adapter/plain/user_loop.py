@@ -24,7 +24,7 @@ from ..core.engine import hooks
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
-from ..core.engine.params import ParamPair
+from ..core.engine.params import ParamPair, refuse_assigned_data
 from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
@@ -294,6 +294,7 @@ class UserLoopEngine(FsdpEngine):
         are stale after that, also those that a forward without a backward has left."""
         if not self._runs_pass():
             self.to_sharded()
+        refuse_assigned_data(self.pairs)
 
     @torch.no_grad()
     def complete_grads(self) -> None:
@@ -329,6 +330,7 @@ class UserLoopEngine(FsdpEngine):
     def _follow_user(self) -> None:
         """Takes over what the user has done to gradients and `requires_grad` since the last pass.
         A group becomes idle once it was frozen in every forward whose backward is still to come."""
+        refuse_assigned_data(self.pairs)
         self._follow_grads()
         if not (self._follow_requires_grad() or self._has_frozen_group):
             return

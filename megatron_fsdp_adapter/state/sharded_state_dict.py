@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..core.dtensor.uneven import whole_tensor
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.params import ParamPair
+from ..core.engine.params import ParamPair, begins_its_storage
 from ..core.problems import raise_problems
 from ..quantized import dequantized
 from ..quantized.scaling import Scaling, scaling_of, scalings_of
@@ -225,7 +226,18 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
                 scaling.follow()
             alive.main_weights_changed(loaded=True)
 
+    def after_save(child: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        alive = ref()
+        if alive is None:
+            return
+        for pair in pairs_of(alive, child):
+            for owner, name in pair.managed.slots:
+                value = state_dict.get(prefix + name) if owner is child else None
+                if type(value) is DTensor:
+                    begins_its_storage(value)
+
     for child in module.modules():
         child.register_state_dict_pre_hook(before_save)
+        child.register_state_dict_post_hook(after_save)
         child.register_load_state_dict_pre_hook(before_load)
         child.register_load_state_dict_post_hook(after_load)

@@ -24,6 +24,8 @@ from megatron_fsdp_adapter.core.dtensor.blocks import Chunks
 from megatron_fsdp_adapter.core.dtensor.uneven import (
     UnevenDTensor,
     chunks_of,
+    dtensor_over,
+    even_chunks,
     is_replicated,
     own_chunks,
 )
@@ -107,11 +109,14 @@ class LayoutRef:
 
 def lacks_chunks(value: Any) -> bool:
     """True for a sharded DTensor whose place in the whole is unknown."""
-    return isinstance(value, DTensor) and chunks_of(value) is None and not is_replicated(value)
+    if not isinstance(value, DTensor) or chunks_of(value) is not None or is_replicated(value):
+        return False
+    return type(value) is not DTensor or even_chunks(value) is None
 
 
-def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
-    """A DTensor over `local`, in its dtype, that lies as `source` does and has its chunks.
+def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local`, in its dtype, that lies as `source` does and has its chunks, if
+    `source` carries any.
 
     For optimizer state and gradients. Raises ValueError if `local` has another shape than the
     local tensor of `source`, or if `source` has no chunks.
@@ -121,14 +126,11 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
         raise ValueError(
             f"local shape {tuple(local.shape)} is not that of the source, {tuple(expected)}"
         )
-    return UnevenDTensor.over(
-        local.detach(),
-        source.device_mesh,
-        source._spec.placements,
-        source.shape,
-        source.stride(),
-        own_chunks(source),
-    )
+    place = (source.device_mesh, source._spec.placements, source.shape, source.stride())
+    chunks = own_chunks(source)
+    if type(source) is DTensor:
+        return dtensor_over(local.detach(), *place)
+    return UnevenDTensor.over(local.detach(), *place, chunks)
 
 
 def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:

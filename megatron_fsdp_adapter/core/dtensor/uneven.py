@@ -50,6 +50,29 @@ from .operators import (
 )
 
 
+def dtensor_over(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of global `shape` and `stride` over this rank's `local`, whose storage it uses, in
+    host memory too. No collective."""
+    # A tensor on another device than the mesh's would be moved there: its spec is that of one on
+    # meta.
+    elsewhere = local.device.type != mesh.device_type
+    made = DTensor.from_local(
+        local.to("meta") if elsewhere else local,
+        mesh,
+        list(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return DTensor(local, made._spec, requires_grad=False) if elsewhere else made
+
+
 class OwnRows(Shard):
     """The placement that an `UnevenDTensor` reports for an axis that cuts rows: a `Shard` of which
     this rank's extent, `size` rows from `start` of the whole, is known and others' is not. Equal to
@@ -98,20 +121,7 @@ class UnevenDTensor(DTensor):
         in host memory too. No collective. ValueError if the chunks do not fit."""
         if chunks is not None:
             chunks.check(tuple(shape), local)
-        # A tensor on another device than the mesh's would be moved there: its spec is that of one
-        # on meta.
-        elsewhere = local.device.type != mesh.device_type
-        shown = local.to("meta") if elsewhere else local
-        plain = DTensor.from_local(
-            shown,
-            mesh,
-            list(placements),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(stride),
-        )
-        if elsewhere:
-            plain = DTensor(local, plain._spec, requires_grad=False)
+        plain = dtensor_over(local, mesh, placements, shape, stride)
         return with_chunks(plain, chunks)
 
     @classmethod
@@ -392,8 +402,10 @@ def even_chunks(dtensor: DTensor) -> Chunks | None:
 
 
 def own_chunks(dtensor: DTensor) -> Chunks:
-    """`chunks_of` a DTensor; ValueError if it carries none."""
+    """`chunks_of` a DTensor, or the even ones of a DTensor of torch's; ValueError without."""
     found = chunks_of(dtensor)
+    if found is None and type(dtensor) is DTensor:
+        found = even_chunks(dtensor)
     if found is None:
         raise ValueError(
             f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "

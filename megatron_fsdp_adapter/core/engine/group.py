@@ -29,7 +29,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
-from megatron_fsdp_adapter.core.layout.planner import plan_group
+from megatron_fsdp_adapter.core.layout.planner import plan_even, plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
@@ -178,21 +178,23 @@ def laid_out(
     """`plans` with the layouts of their groups over all shards of main weights. A group keeps the
     layout that it has, if that is of the same parameters."""
 
-    def layout(plan: UnitPlan, key: GroupKey) -> GroupLayout:
-        specs = tuple(entry.spec(index, key) for index, entry in enumerate(plan.groups[key]))
-        known = plan.layouts.get(key)
+    plan = plan_even if config.even_rows else plan_group
+
+    def layout(unit: UnitPlan, key: GroupKey) -> GroupLayout:
+        specs = tuple(entry.spec(index, key) for index, entry in enumerate(unit.groups[key]))
+        known = unit.layouts.get(key)
         if known is not None and known.specs == specs:
             return known
         domain = domains[key.domain]
         shards = domain.axis.size
         if splits_outer(domain, config):
             shards *= domain.outer_size
-        return plan_group(specs, shards)
+        return plan(specs, shards)
 
     found = []
-    for plan in plans:
-        layouts = {key: layout(plan, key) for key in plan.groups}
-        found.append(replace(plan, layouts=layouts))
+    for unit in plans:
+        layouts = {key: layout(unit, key) for key in unit.groups}
+        found.append(replace(unit, layouts=layouts))
     return found
 
 

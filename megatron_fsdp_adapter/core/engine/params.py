@@ -18,7 +18,8 @@ parameter and an operation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
+from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like
+from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor, dtensor_over
 from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
 from .group import ParamGroup
 from .partition import ManagedParam
 
 
-def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
-    """A DTensor of item `index`'s global shape over this rank's rows `local`.
+def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
+    """A DTensor of item `index`'s global shape over this rank's rows `local`. It is torch's own
+    where rows are split as torch splits them (`EngineConfig.even_rows`), else an `UnevenDTensor`.
 
     If the mesh ends in an axis over which the model itself splits tensors, the global shape is that
     of the whole tensor. The group's layout has one part of it. Rows are split unevenly and without
@@ -55,10 +58,51 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
     stride = torch.empty(shape, device="meta").stride()
+    if group.config.even_rows and is_split_as_by_torch(group):
+        return dtensor_over(local, group.domain.mesh, placements, shape, stride)
     return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
 
 
-@dataclass(frozen=True, eq=False)
+def is_split_as_by_torch(group: ParamGroup) -> bool:
+    """True if torch's placements tell this rank's rows of each parameter of `group`. With replicas
+    that are sharded too, torch would split over these first."""
+    return group.shards.held.layout.has_even_rows and not group.shards.splits_outer
+
+
+def mark_as_part_of_buffer(dtensor: DTensor) -> None:
+    """Notes that the local tensor is part of a flat buffer."""
+    if isinstance(dtensor, UnevenDTensor):
+        dtensor.is_fixed = True
+        return
+    begins_its_storage(dtensor)
+    dtensor._fsdp_storage = dtensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def begins_its_storage(dtensor: DTensor) -> None:
+    """Has `data_ptr` return 0, as if the local tensor began its storage. Torch takes another
+    address for a storage of the wrapper's own, and `deepcopy` and background saves fail."""
+    dtensor.data_ptr = _zero  # type: ignore[method-assign]
+
+
+def _zero() -> int:
+    return 0
+
+
+def refuse_assigned_data(pairs: Iterable[ParamPair]) -> None:
+    """RuntimeError if a program has assigned to `data` of a parameter or a gradient: a DTensor of
+    torch's keeps its local tensor then, so that the values would be lost without an error."""
+    for pair in pairs:
+        for what, value in (("data", pair.sharded), ("grad.data", pair.grad)):
+            storage = getattr(value, "_fsdp_storage", None)
+            if storage is not None and value.untyped_storage()._cdata != storage:  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"{what} of parameter {pair.managed.fqns[0]} was assigned, but a DTensor keeps "
+                    "its local tensor, so the values would be lost. Write them in place: "
+                    "parameter.copy_(values)"
+                )
+
+
+@dataclass(eq=False)
 class ParamPair:
     """Both identities of one parameter, and its gradient as the optimizer sees it.
 
@@ -100,8 +144,21 @@ class ParamPair:
         return given._local_tensor
 
     def drop_grad(self) -> None:
+        """Takes the gradient off the parameter. Its memory is that of the next gradients, so a
+        program that has kept a DTensor of torch's gets its values. An `UnevenDTensor` raises when
+        it is read."""
         self.sharded.grad = None
         self.sharded.decoupled_grad = None  # type: ignore[attr-defined]
+        kept: Any = self.grad
+        if type(kept) is DTensor and sys.getrefcount(kept) > ONLY_HERE:
+            self.grad = dtensor_like(kept, kept._local_tensor)
+            mark_as_part_of_buffer(self.grad)
+            kept._local_tensor = kept._local_tensor.clone()
+
+
+ONLY_HERE = 3
+"""References to a pair's gradient that no program has, as `sys.getrefcount` counts them in
+`drop_grad`: the pair's, the local name's, and that of the call."""
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
@@ -123,7 +180,7 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
             )
             for value in (sharded, grad):
                 if value is not None:
-                    value.is_fixed = True  # type: ignore[union-attr]
+                    mark_as_part_of_buffer(value)  # type: ignore[arg-type]
             if grad is not None and grad.dtype != sharded.dtype:
                 sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, sharded, grad))

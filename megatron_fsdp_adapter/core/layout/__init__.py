@@ -5,7 +5,7 @@ May enter: what every rank can compute alone, and alike, from shapes and numbers
 
 from .format import BLOCK128, MXFP8, PER_TENSOR, Plane, WeightFormat, plain
 from .group import GroupLayout, ParamSpec, Placement, Segment, row_granularity
-from .planner import plan_group
+from .planner import plan_even, plan_group
 from .ranges import EMPTY, Box, FlatRange, flat_range_to_boxes, nested_shard_rank, split_evenly
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "flat_range_to_boxes",
     "nested_shard_rank",
     "plain",
+    "plan_even",
     "plan_group",
     "row_granularity",
     "split_evenly",

@@ -95,6 +95,13 @@ class ParamSpec:
         return self.granularity % row_granularity(self.shape) == 0
 
 
+def even_shard_numel(spec: ParamSpec, num_shards: int) -> int:
+    """Elements of the largest shard of `spec`, if its rows are split as `torch.chunk` splits them.
+    That is the split of torch's `Shard(0)`."""
+    rows = spec.layout_shape[0]
+    return -(-rows // num_shards) * (spec.numel // rows)
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of the full buffer that is split evenly over the shards.
@@ -144,7 +151,9 @@ class GroupLayout:
     """The layout of a group's parameters on every rank, known without communication.
 
     specs[i] lies at placements[i]; item numbers below are positions in `specs`.
-    align: every shard and every item starts at a multiple of so many elements.
+    align: the first shard of a segment, and every item, starts at a multiple of so many elements.
+        There may be a gap between two segments, which is neither gathered nor reduced.
+    tail: elements behind the last segment, which are not gathered or reduced either.
     Raises ValueError if the pieces do not make a layout.
     """
 
@@ -153,6 +162,7 @@ class GroupLayout:
     placements: tuple[Placement, ...]
     num_shards: int
     align: int
+    tail: int = 0
 
     def __post_init__(self) -> None:
         if len(self.specs) != len(self.placements) or not self.specs:
@@ -165,11 +175,15 @@ class GroupLayout:
     def _check_segments(self) -> None:
         end = 0
         for segment in self.segments:
-            if segment.offset != end or segment.num_shards != self.num_shards:
-                raise ValueError(f"{segment} must start at {end}, with {self.num_shards} shards")
-            if segment.shard_numel % self.align:
+            if segment.offset < end or segment.num_shards != self.num_shards:
+                raise ValueError(
+                    f"{segment} must start behind {end}, with {self.num_shards} shards"
+                )
+            if segment.offset % (self.num_shards * self.align):
                 raise ValueError(f"shards of {segment} are not aligned to {self.align} elements")
             end = segment.offset + segment.numel
+        if self.tail < 0 or self.total_numel % self.num_shards:
+            raise ValueError(f"tail={self.tail}: {self.total_numel} elements are not equal shards")
 
     def _check_item(self, index: int, spec: ParamSpec) -> None:
         name = spec.fqns[0]
@@ -214,7 +228,8 @@ class GroupLayout:
     @cached_property
     def total_numel(self) -> int:
         """Elements of the full buffer, padding included."""
-        return sum(segment.numel for segment in self.segments)
+        last = self.segments[-1]
+        return last.offset + last.numel + self.tail
 
     @property
     def shard_numel(self) -> int:
@@ -225,6 +240,18 @@ class GroupLayout:
     def item_numel(self) -> int:
         """Elements of all items, without padding."""
         return sum(spec.numel for spec in self.specs)
+
+    @cached_property
+    def has_even_rows(self) -> bool:
+        """True if every item is split as torch's `Shard(0)` splits it: all shards but the last ones
+        that have rows have the same number of them."""
+        for spec, placement in zip(self.specs, self.placements, strict=True):
+            segment = self.segments[placement.segment]
+            if placement.offset != segment.offset:
+                return self.num_shards == 1
+            if segment.shard_numel != even_shard_numel(spec, self.num_shards):
+                return self.num_shards == 1
+        return True
 
     def item_range(self, index: int) -> FlatRange:
         """Item `index` in the full buffer."""

@@ -1,6 +1,9 @@
-"""Plans the places of a group's parameters: the fewest segments whose padding is within a bound.
+"""Plans the places of a group's parameters.
 
-`pack` decides in which order, and at which offsets, the items of one segment lie.
+`plan_group` packs them: the fewest segments whose padding is within a bound. `pack` decides in
+which order, and at which offsets, the items of one segment lie.
+
+`plan_even` gives each parameter a segment of its own, which is split as torch splits it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from .group import GroupLayout, ParamSpec, Placement, Segment
+from .group import GroupLayout, ParamSpec, Placement, Segment, even_shard_numel
 
 Offsets = tuple[tuple[int, int], ...]
 """(number of the item in its group, its first element counted from the segment's start)."""
@@ -171,6 +174,31 @@ def plan_group(
         if _total(best) <= allowed:
             break
     return _build(tuple(specs), best, num_shards, align)
+
+
+def plan_even(specs: Sequence[ParamSpec], num_shards: int) -> GroupLayout:
+    """The layout in which each shard of a parameter is that of torch's `Shard(0)`.
+
+    A parameter is a segment. With n shards, each but the last ones with rows has ceil(rows / n) of
+    them. A segment starts where all its parts are aligned, so there may be gaps between segments.
+    One shard has no boundaries: then, and where a boundary would cut a granule of a quantized
+    format, the layout is that of `plan_group`.
+    Raises ValueError for an empty group or an option out of bounds.
+    """
+    sizes = [even_shard_numel(spec, num_shards) for spec in specs] if num_shards > 1 else []
+    cuts = any(size % spec.granularity for size, spec in zip(sizes, specs, strict=bool(sizes)))
+    if not sizes or cuts:
+        return plan_group(specs, num_shards)
+    align = specs[0].format.align
+    segments = []
+    placements = []
+    start = 0
+    for number, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+        segments.append(Segment(start, num_shards * size, spec.granularity, num_shards))
+        placements.append(Placement(number, start))
+        start += num_shards * round_up(size, align)
+    tail = start - segments[-1].offset - segments[-1].numel
+    return GroupLayout(tuple(specs), tuple(segments), tuple(placements), num_shards, align, tail)
 
 
 def _check_options(

@@ -25,6 +25,7 @@ from megatron_fsdp_adapter.core.layout import (
     Segment,
     flat_range_to_boxes,
     nested_shard_rank,
+    plan_even,
     plan_group,
     split_evenly,
 )
@@ -256,6 +257,36 @@ def test_what_ranks_hold_of_an_example(name: str) -> None:
         assert numels == expected
 
 
+SHAPES = ((5, 3), (1, 7), (8, 4), (2,), (), (3, 2, 2))
+
+
+@pytest.mark.parametrize("num_shards", (1, 2, 3, 4, 7))
+def test_even_rows_are_those_of_torch_chunk(num_shards: int) -> None:
+    specs = []
+    for index, shape in enumerate(SHAPES):
+        granularity = math.prod(shape[1:])
+        specs.append(spec(shape, index=index, fqns=(f"p{index}",), granularity=granularity))
+    layout = plan_even(specs, num_shards)
+    assert layout.has_even_rows
+    assert layout.with_shards(1).total_numel == layout.total_numel
+    for index, shape in enumerate(SHAPES):
+        whole = torch.arange(math.prod(shape)).view(shape or (1,))
+        parts = [part.numel() for part in torch.chunk(whole, num_shards)]
+        parts += [0] * (num_shards - len(parts))
+        held = [layout.shard_range(index, rank).numel for rank in range(num_shards)]
+        assert held == parts
+        assert layout.placements[index].offset % (num_shards * layout.align) == 0 or num_shards == 1
+    covered = sum(segment.numel for segment in layout.segments) + layout.tail
+    gaps = sum(gap.numel for gap in layout.gaps())
+    assert covered <= layout.total_numel == layout.item_numel + gaps
+
+
+def test_even_rows_that_would_cut_granules_are_packed() -> None:
+    blocks = spec((96, 8), granularity=32 * 8)
+    assert not plan_even([blocks], 2).has_even_rows
+    assert plan_even([blocks], 3).has_even_rows
+
+
 def spec(shape: tuple[int, ...] = (4, 8), **changes) -> ParamSpec:
     values = {"index": 0, "fqns": ("w",), "dtype": torch.float32, "requires_grad": True}
     values |= {"shape": shape, "granularity": 8}
@@ -305,9 +336,16 @@ wrong(hand_made, "overlap", placements=(Placement(0, 0), Placement(0, 24)))
 wrong(hand_made, "not inside", placements=(Placement(0, 0), Placement(0, 40)))
 wrong(hand_made, "not inside", placements=(Placement(0, 0), Placement(0, 33)), align=1)
 wrong(hand_made, "segment 1 does not exist", placements=(Placement(0, 0), Placement(1, 32)))
-wrong(hand_made, "must start at 0", segments=(Segment(8, 64, 8, 2),))
+wrong(hand_made, "must start behind 64", segments=(Segment(0, 64, 8, 2), Segment(32, 64, 8, 2)))
+wrong(hand_made, "tail=-1", tail=-1)
+wrong(hand_made, "tail=1: 65 elements", tail=1)
 wrong(hand_made, "with 2 shards", segments=(Segment(0, 64, 8, 4),))
-wrong(hand_made, "shards of .* are not aligned to 64", align=64)
+wrong(
+    hand_made,
+    "shards of .* are not aligned to 64",
+    align=64,
+    segments=(Segment(0, 64, 8, 2), Segment(64, 64, 8, 2)),
+)
 wrong(hand_made, "index 5, but position 1", specs=(spec(), spec(index=5)))
 wrong(
     hand_made,
