@@ -41,6 +41,8 @@ KNOWN = (
           "hooks run once a step, on reduced gradients; the reference runs them in each backward"),
     Known(r"error.*: RuntimeError: (linalg\.vector|_foreach)_norm cannot compute the inf.*",
           "torch has no infinity norm of a rank without elements; torch's FSDP2 fails, too"),
+    Known(r"error: RuntimeError: aten\..* in-place operations that require placement changes.*",
+          "torch's DTensor refuses some products of sums, for parameters of one row"),
     Known(r"wrong: .*\bcounting\b.*\bsave and load",
           "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
     Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
