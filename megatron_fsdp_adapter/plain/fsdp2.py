@@ -148,17 +148,13 @@ class FSDP2Module(NotCopyable, FSDPModule):
         """Sets whether the next backwards end a step. Changes nothing if it is called for a part of
         a model: each backward reduces sharded gradients, because no unsharded ones are kept."""
         if len(_chosen(self, recurse)) == len(marked(root_of(self))):
-            self.set_is_last_backward(requires_gradient_sync)
+            engine_of(self).microbatch(last=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether the next backwards sum gradients over replicas. That is done once a step, so
         it is `set_requires_gradient_sync` for a model with replicas; without them, a no-op."""
         if mark_on(self).options.groups[1] is not None:
             self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Sets whether `.grad` is complete after the next backward."""
-        engine_of(self).microbatch(last=is_last_backward)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,
@@ -270,7 +266,7 @@ def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 HINTS = (
-    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_is_last_backward",
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group", "set_unshard_in_backward", "set_post_optim_event",

@@ -62,6 +62,8 @@ class UserLoopEngine(FsdpEngine):
         self._zero_if_absent: set[ParamGroup] = set()
         # Those that were frozen after a backward of this step.
         self._frozen_late: set[ParamPair] = set()
+        # Those to which the backwards that were finished last have given a gradient, on any rank.
+        self._given_now: list[ParamPair] = []
 
     # What the engine calls.
 
@@ -209,7 +211,7 @@ class UserLoopEngine(FsdpEngine):
 
     def _given(self) -> list[bool]:
         """A flag for each trained parameter: True if a backward of this rank has given it a
-        gradient, or if it is frozen and needs none."""
+        gradient since gradients were last attached, or if it is frozen and needs none."""
         return [
             not self._takes_grad(pair) or pair.index in pair.group.grads.given
             for pair in self.trained
@@ -230,11 +232,15 @@ class UserLoopEngine(FsdpEngine):
         flags: Sequence[int] = self._given()
         if not all(flags):
             flags = self.launches.largest()[: len(flags)]
+        self._given_now = []
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
-            is_due = given and self._takes_grad(pair)
-            if pair.sharded.grad is None and not is_due:
+            if given and self._takes_grad(pair):
+                self._given_now.append(pair)
+            elif pair.sharded.grad is None:
                 absent.append(pair)
+        for grads in self.grads:
+            grads.were_attached()
         if len(absent) == len(self.trained):
             self.zero_grads()
             return
@@ -261,11 +267,12 @@ class UserLoopEngine(FsdpEngine):
             self._zero_if_absent.difference_update(groups)
 
     def grads_finished(self) -> None:
-        """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
+        """Runs `register_post_accumulate_grad_hook` of the sharded parameters that were given a
+        gradient."""
         super().grads_finished()
         # One backward may have ended several forwards, each of which was counted.
         self.step.forget_forwards()
-        for pair in self.trained:
+        for pair in self._given_now:
             found = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if found and pair.sharded.grad is not None:
                 for hook in list(found.values()):

@@ -255,3 +255,18 @@ def test_what_is_unsharded_by_hand_is_held_for_one_forward(rank: int) -> None:
             made.layers[0].unshard(async_op=True)
         made(_rows(step)).backward()
     assert held == [False, False]
+
+
+@on_ranks(2)
+def test_gradients_of_a_backward_that_is_not_the_last(rank: int) -> None:
+    """As under FSDP2, `set_is_last_backward` does not say whether gradients are reduced."""
+    made = fully_shard(model())
+    made.set_is_last_backward(False)
+    for step in range(2):
+        made(tokens(step, 0, 0)).mean().backward()
+        assert made.head.weight.grad is not None
+    made.zero_grad()
+    made(tokens(2, 0, 0)).mean().backward()
+    whole = model()
+    whole(tokens(2, 0, 0)).mean().backward()
+    torch.testing.assert_close(made.head.weight.grad.full_tensor(), whole.head.weight.grad)

@@ -37,6 +37,7 @@ NEEDS: Mapping[str, Callable[[Strategy], bool]] = {
     # Several backwards outside of `no_sync`, or an optimizer's gradients kept for a later one.
     "an_optimizer_every_other_step": lambda row: row.shard_grads,
     "gradients_replaced_between_backwards": lambda row: row.shard_grads,
+    "hooks_of_what_a_backward_reaches": lambda row: row.shard_grads,
 }
 """What a strategy has to be for a loop to run."""
 

@@ -124,8 +124,8 @@ class GradBuffers:
         self._release_waits = False
         # Indices of all parameters.
         self._all = frozenset(range(len(managed)))
-        # Indices of the parameters that got a gradient since gradients were last forgotten. For the
-        # others there are zeros in the buffers.
+        # Indices of the parameters that got a gradient since gradients were last forgotten, or
+        # attached to sharded parameters.
         self.given = frozenset[int]()
         # Changes in place what comes out of the reduction over the last axis, a mean over ranks.
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
@@ -322,6 +322,10 @@ class GradBuffers:
             else:
                 items = self.main.items(self.shards.held)
             torch._foreach_zero_([items[index] for index in indices])
+
+    def were_attached(self) -> None:
+        """Notes that sharded parameters have the gradients of all backwards so far."""
+        self.given = frozenset()
 
     def drop(self, collected: bool = True) -> None:
         """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the

@@ -406,6 +406,31 @@ def an_optimizer_that_counts_its_steps(side: Side) -> None:
         optimizer.zero_grad()
 
 
+def _halve(param: Any) -> None:
+    param.grad.mul_(0.5)
+
+
+def _hooks_and_all_blocks(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    for param in model.parameters() if step == 0 else ():
+        param.register_post_accumulate_grad_hook(_halve)
+    blocks = side.inner(model).blocks
+    blocks.forward = blocks[:].forward
+
+
+def _last_block_left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    blocks = side.inner(model).blocks
+    blocks.forward = blocks[:-1].forward
+
+
+# The second backward of a step gives no gradient to a block: its hooks do not run again.
+_trained_with(
+    "hooks_of_what_a_backward_reaches",
+    backwards=2,
+    before=_hooks_and_all_blocks,
+    changed=_last_block_left_out,
+)
+
+
 @loop
 def step_in_backward(side: Side) -> None:
     model = side.model()

@@ -70,7 +70,7 @@ class Run:
 
     def step(self, microbatches: int = 1, **how: Any) -> None:
         for number in range(microbatches):
-            self.model.set_is_last_backward(number == microbatches - 1)
+            self.model.set_requires_gradient_sync(number == microbatches - 1)
             self.forward(**how).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
