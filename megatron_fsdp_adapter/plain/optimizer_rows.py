@@ -56,9 +56,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
                 )
     if not hasattr(optimizer, "_fsdp_engines"):
         for engine in engines_behind(sharded):
-            begin_step = getattr(engine, "begin_step", None)
-            if begin_step is not None:  # an engine of a plain loop
-                begin_step()
+            engine.begin_step()
     _cut_state(optimizer)
 
 

@@ -30,6 +30,7 @@ from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
 from ..core.engine.unit import Unit
 from ..state.sharded_state_dict import register_state_dict_hooks
+from .left_grads import Earlier, refuse_sums, refuse_untaken
 from .optimizer_rows import watch_steps
 
 
@@ -64,6 +65,8 @@ class UserLoopEngine(FsdpEngine):
         self._frozen_late: set[ParamPair] = set()
         # Those to which the backwards that were finished last have given a gradient, on any rank.
         self._given_now: list[ParamPair] = []
+        # The gradients that were there when the last backward began.
+        self._earlier = Earlier.NONE
 
     # What the engine calls.
 
@@ -183,6 +186,10 @@ class UserLoopEngine(FsdpEngine):
         if accumulates:
             self._follow_grads()
             self._follow_budget()
+            self._earlier = Earlier.NONE
+            if self.has_grads:
+                is_attached = self.step.grads_attached
+                self._earlier = Earlier.ATTACHED if is_attached else Earlier.UNATTACHED
         self._raise_written_before_backward()
         if accumulates or self.step.in_flight > 0:
             self.to_unsharded()
@@ -280,18 +287,33 @@ class UserLoopEngine(FsdpEngine):
 
     def zero_grads(self) -> None:
         """Forgets all gradients, also those that the user has assigned."""
+        self._earlier = Earlier.NONE
         super().zero_grads()
         self._attached.clear()
         self._frozen_late.clear()
 
     def recover(self) -> bool:
-        """Also forgets what a step's last backward has left if it raised. A loop that skips such a
-        step clears `.grad`, but these gradients are not there yet."""
+        """Also forgets what a backward that raised has left: a loop that skips it clears `.grad`,
+        but these gradients are not there yet.
+
+        Raises:
+            RuntimeError: it has added some to gradients of an earlier backward, which are still
+                there.
+        """
         failed = self.step.backward
-        unseen = failed.running and failed.accumulates and failed.is_last is not Last.NO
+        if not (failed.running and failed.accumulates and self.auto_sync):
+            return super().recover()
+        self._follow_grads()
+        units = [self.units[ordinal] for ordinal in failed.done]
+        added = [group for unit in units for group in unit.trainable_groups]
+        refuse_sums(added, self.trained, self._earlier, self._attached)
         with_gradients = super().recover()
-        if unseen and self.auto_sync:
+        for grads in self.grads:
+            grads.forget_untaken()
+        if self._earlier is not Earlier.UNATTACHED:
             self._forget({pair for pair in self.trained if pair.sharded.grad is None}, True)
+            if self.has_grads:
+                self.step.keep_grads()
         return with_gradients
 
     # What an optimizer of torch calls.
@@ -300,8 +322,17 @@ class UserLoopEngine(FsdpEngine):
         """Shows sharded parameters, which a step is about to write, unless a pass runs. All weights
         are stale after that, also those that a forward without a backward has left."""
         if not self._runs_pass():
+            self._look_at_left_grads()
             self.to_sharded()
         refuse_assigned_data(self.pairs)
+
+    def _look_at_left_grads(self) -> None:
+        """Forgets what a backward that raised has left. RuntimeError if one that the engine was not
+        told of has left any."""
+        if self.step.backward.has_raised:
+            self.recover()
+        if self.step.is_between_passes:
+            refuse_untaken(self.groups)
 
     @torch.no_grad()
     def complete_grads(self) -> None:
@@ -313,6 +344,7 @@ class UserLoopEngine(FsdpEngine):
         - with sharded weights: it cannot join, as the others wait for it in forward;
         - if the user has assigned gradients, which stay.
         """
+        self._look_at_left_grads()
         if not self.has_grads:
             if self.config.strategy.shard_weights:
                 return

@@ -12,8 +12,7 @@ main_weights_changed  mark gathered weights stale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .gather import BACKWARD, FORWARD, GatherPipeline
 from .grad_buffers import GradState
 from .group import laid_out
 from .launches import LaunchComparison
+from .microbatches import Microbatches
 from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
@@ -40,7 +40,7 @@ from .step import Backward, Last, RootCall, RootName, Step
 from .unit import StepBudget, Unit
 
 
-class FsdpEngine:
+class FsdpEngine(Microbatches):
     """Shards the parameters of `module`, which then shows sharded ones, and trains them.
 
     Args:
@@ -72,6 +72,7 @@ class FsdpEngine:
         quantized: QuantizedWeights | None = None,
         budget: StepBudget | None = None,
     ) -> None:
+        super().__init__()
         runtime.poison = config.poison_buffers
         used = construction.used_domains(plans, domains)
         plans = laid_out(plans, used, config)
@@ -107,9 +108,6 @@ class FsdpEngine:
         self.switch = ParameterSwitch(self.pairs)  # which of them modules show
         self.saved = SavedTensorFilter()  # keeps other hooks off the engine's buffers
         self.step = Step()  # the one that runs
-        self.is_last = Last.UNKNOWN  # whether the next backward is the last one of its step
-        self.is_last_after_no_sync = Last.YES  # the same of the one after `no_sync`, if unknown
-        self.auto_sync = False  # whether the last backward of a step also finishes its gradients
         self.calls_parts = False  # whether a part of a pass runs that a schedule calls by itself
         # Whether the last forward was with gradients: calls of its units are counted.
         self.counts_calls = True
@@ -216,14 +214,18 @@ class FsdpEngine:
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first call begins it."""
-        if self.step.backward.running:
-            return self.step.backward
+        before = self.step.backward
+        if before.running and not before.has_raised:
+            return before
+        if before.running and self.step.running in (None, RootCall.RAISED):
+            self.recover()
         check_here(self.away, "a backward", BUFFER_KINDS)
         accumulates = hooks.accumulates(self.groups)
         if self.step.running is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
-        hooks.at_end_of_backward(self.end_backward)
+        known = hooks.at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
+        self.step.backward.known = known
         self.gather.unshard(self.root)
         self.reduce.backward_begins(self.root, accumulates=accumulates)
         return self.step.backward
@@ -302,7 +304,7 @@ class FsdpEngine:
         if backward.accumulates:
             self.completed = backward.done
             self.step.in_flight -= 1
-            if self.auto_sync and self.is_last is not Last.NO:
+            if self.ends_by_itself:
                 self.finish_grads()
 
     def _complete_at_end(self, unit: Unit) -> None:
@@ -406,25 +408,10 @@ class FsdpEngine:
             self.budget.pass_raised(self, with_gradients)
         return with_gradients
 
-    # What a training loop or a graph tells.
+    # What an optimizer or a graph tells.
 
-    def microbatch(self, last: bool) -> None:
-        """Sets whether the next backwards are the last ones of their steps."""
-        self.is_last = Last.YES if last else Last.NO
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context for backwards that are not the last one of their step."""
-        before = self.is_last
-        self.is_last = Last.NO
-        try:
-            yield
-        finally:
-            self.is_last = self.is_last_after_no_sync if before is Last.UNKNOWN else before
-
-    def set_auto_sync(self, auto_sync: bool) -> None:
-        """Sets whether the last backward of a step also finishes its gradients."""
-        self.auto_sync = auto_sync
+    def begin_step(self) -> None:
+        """An optimizer of torch, which the engine does not know, is about to step."""
 
     def pin(self, holder: str) -> None:
         """Refuses to release memory from now on, as `holder` has its addresses."""

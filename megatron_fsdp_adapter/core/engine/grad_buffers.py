@@ -240,6 +240,10 @@ class GradBuffers:
         with unchecked():
             return self.direct.is_open or any(param.grad is not None for param in self._params)
 
+    def forget_untaken(self) -> None:
+        """Forgets gradients that backward has left and `take` has not taken."""
+        self._take_off()
+
     def take(self, accumulate: bool) -> None:
         """Moves the unsharded parameters' `.grad` into `collected`.
 

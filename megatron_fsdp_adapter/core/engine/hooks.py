@@ -432,6 +432,9 @@ def _untraced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return torch.compiler.disable(functools.partial(function, *args))  # type: ignore[no-any-return]
 
 
-def at_end_of_backward(method: Callable[[], None]) -> None:
-    """Calls the bound engine `method` when the running backward has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(grad_callback(method))  # type: ignore[attr-defined]
+def at_end_of_backward(method: Callable[[], None]) -> weakref.ref[Any]:
+    """Calls the bound engine `method` when the running backward has finished. The result refers to
+    nothing once that backward is over, also if it has raised."""
+    callback = grad_callback(method)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    return weakref.ref(callback)

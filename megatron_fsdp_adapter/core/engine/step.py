@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from .unit import Unit
 
@@ -46,14 +47,21 @@ class Backward:
     waits: bool = False
     # Ordinals of units whose forward goes on after it, which runs inside of it.
     around: Collection[int] = ()
-    # False once it has ended, or raised.
+    # False once it has ended.
     running: bool = True
+    # Returns None once autograd does not know of it any more.
+    known: Callable[[], Any] = lambda: True
     # By ordinal, how many calls of a unit have all their gradients.
     calls: Counter[int] = field(default_factory=Counter)
     # Ordinals of completed units, in that order.
     done: dict[int, None] = field(default_factory=dict)
     # The unit whose module has returned last; None before, and when a unit is called in backward.
     last_returned: Unit | None = None
+
+    @property
+    def has_raised(self) -> bool:
+        """True if it is over and has not ended."""
+        return self.running and self.known() is None
 
 
 @dataclass
@@ -94,6 +102,10 @@ class Step:
     def forget_forwards(self) -> None:
         """Counts no forward any more: no backward follows."""
         self.in_flight = 0
+
+    def keep_grads(self) -> None:
+        """Notes that the gradients that are attached are those of the step again."""
+        self.grads_attached = True
 
     def forget_grads(self) -> None:
         """Notes that no gradient is attached any more."""

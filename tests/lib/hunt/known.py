@@ -13,6 +13,8 @@ REFUSALS = (
      "resharded parameters are read between a forward and its backward (docs/fsdp2.md)"),
     (r"gathered weights were written in a forward, or between a forward and its backward",
      "parameters are written after zero_grad() (docs/fsdp2.md)"),
+    (r"a backward raised after it had added gradients",
+     "a backward raises, and gradients of an earlier one are still there (docs/fsdp2.md)"),
     (r"was set to True, but the parameter was frozen when the model was wrapped",
      "wrap with requires_grad=True, and freeze afterwards"),
 )

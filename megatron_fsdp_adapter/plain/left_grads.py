@@ -1,0 +1,56 @@
+"""Gradients that are left where the engine does not expect them: by a backward that has raised, or
+by one that the engine was not told of."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable
+
+from ..core.engine.grad_buffers import GradState
+from ..core.engine.group import ParamGroup
+from ..core.engine.params import ParamPair
+
+
+class Earlier(enum.Enum):
+    """The gradients that are there when a backward begins."""
+
+    NONE = "none"
+    # Those of sharded parameters, which the program can clear.
+    ATTACHED = "attached"
+    # Sums of backwards that did not end their step.
+    UNATTACHED = "unattached"
+
+
+def refuse_sums(
+    groups: Iterable[ParamGroup],
+    pairs: Iterable[ParamPair],
+    earlier: Earlier,
+    attached: Collection[ParamPair],
+) -> None:
+    """RuntimeError if a backward that raised has added gradients of `groups` to `earlier` ones.
+
+    pairs: of all trained parameters. attached: those whose earlier gradients are still there."""
+    added = {group for group in groups if group.grads.state is not GradState.EMPTY}
+    mixed = []
+    for pair in pairs:
+        is_there = earlier is Earlier.UNATTACHED or pair in attached
+        if pair.group in added and is_there and earlier is not Earlier.NONE:
+            mixed.append(pair.managed.fqns[0])
+    if mixed:
+        raise RuntimeError(
+            f"a backward raised after it had added gradients of {len(mixed)} parameters "
+            f"({mixed[:3]}) to those of an earlier backward. Forget both, and repeat the step: by "
+            "zero_grad(), or by reset_iter_state() after set_requires_gradient_sync(False)"
+        )
+
+
+def refuse_untaken(groups: Iterable[ParamGroup]) -> None:
+    """RuntimeError if a backward has given gradients that the engine was not told of."""
+    for group in groups:
+        if group.key.requires_grad and group.grads.has_untaken():
+            names = [entry.fqns[0] for entry in group.managed]
+            raise RuntimeError(
+                "a backward that went through no output of the model gave a gradient to one of "
+                f"the parameters {names[:4]}, and no other rank has it. Add its loss to the loss "
+                "of the model, and run one backward for both"
+            )
