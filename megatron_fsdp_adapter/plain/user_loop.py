@@ -144,9 +144,20 @@ class UserLoopEngine(FsdpEngine):
         if self.step.awaits_nothing:
             super().show_between_passes()
             return
-        if not self._runs_pass() and not self.away:
+        if not self._runs_pass():
+            self._show_sharded_meanwhile()
+
+    def _show_sharded_meanwhile(self) -> None:
+        if not self.away:
             self.gather.updates.settle()
             self.switch.show(unsharded=False, before=self._show_meanwhile)
+
+    def end_backward(self) -> None:
+        """Shows sharded parameters if their gradients are attached, also where this backward was
+        one for gradients of inputs and another may follow."""
+        super().end_backward()
+        if self.step.grads_attached and self.step.running in (None, RootCall.RAISED):
+            self._show_sharded_meanwhile()
 
     def _runs_pass(self) -> bool:
         """True if this is called inside of a forward or backward."""
@@ -154,7 +165,8 @@ class UserLoopEngine(FsdpEngine):
 
     def _show_meanwhile(self) -> None:
         self.gather.check_writes()
-        self.gather.quiesce()
+        if not self.runtime.host_waits:  # or for a rank that reads no parameters
+            self.gather.quiesce()
         self._writes_when_shown = self._writes()
 
     def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:

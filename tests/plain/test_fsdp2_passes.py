@@ -173,12 +173,13 @@ class Filled(nn.Module):
         self.layers = nn.ModuleList(Filling() for _ in range(layers))
         self.out = nn.Linear(6, 6)
         self.calls = calls
+        self.run = layers  # how many of them run
 
     def forward(self, x: torch.Tensor, fills: bool = True, as_loss: bool = True) -> Any:
         """A loss, or the output and the sum of what is in the list."""
         found: list[torch.Tensor] = []
         for _ in range(self.calls):
-            for layer in self.layers:
+            for layer in self.layers[: self.run]:
                 x = layer(x, found, fills)
         rest = sum(found, torch.zeros(()))
         x = self.out(x)
@@ -233,6 +234,24 @@ def test_weights_go_after_each_layer_that_fills_a_list(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_gradients_of_what_a_list_has(rank: int) -> None:
+    """Asked for before further units are given the list."""
+    found = []
+    for is_sharded in (False, True):
+        made = _filled(is_sharded, 3)
+        lists: list[list[torch.Tensor]] = []
+
+        def look(module: nn.Module, args: Any, out: Any, lists: Any = lists) -> None:
+            lists.append(args[1])
+            args[1][0].retain_grad()
+
+        made.layers[0].register_forward_hook(look)
+        made(_rows(0)).backward()
+        found.append(lists[0][0].grad)
+    assert found[1] == found[0]
+
+
+@on_ranks(2)
 def test_a_list_is_filled_on_one_rank_alone(rank: int) -> None:
     """The others' losses are without what is in the list."""
     whole, made = _filled(False, 4), _filled(True, 4)
@@ -270,3 +289,25 @@ def test_gradients_of_a_backward_that_is_not_the_last(rank: int) -> None:
     whole = model()
     whole(tokens(2, 0, 0)).mean().backward()
     torch.testing.assert_close(made.head.weight.grad.full_tensor(), whole.head.weight.grad)
+
+
+@on_ranks(2)
+def test_a_gradient_is_taken_away_after_one_of_inputs(rank: int) -> None:
+    made = fully_shard(model())
+    made(tokens(0, 0, 0)).mean().backward()
+    _grad_of_hidden(made, tokens(1, 0, 0))
+    assert made.head.weight.grad is not None
+    made.head.weight.grad = None
+    assert dict(made.named_parameters())["head.weight"].grad is None
+
+
+@on_ranks(2)
+def test_one_rank_reads_parameters_after_a_forward_that_leaves_layers_out(rank: int) -> None:
+    """Gathers of those were begun, and no rank waits for them."""
+    made = _filled(True, 4)
+    for layers in (4, 2):
+        made.run = layers
+        made(_rows(0))
+    if rank == 0:
+        assert all(hasattr(param, "full_tensor") for param in made.parameters())
+    torch.distributed.barrier()

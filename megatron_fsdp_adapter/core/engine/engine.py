@@ -189,6 +189,8 @@ class FsdpEngine(Microbatches):
         if with_gradients:
             reached = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, reached, given)
+            if given:
+                hooks.put_back(given)
             if ends:
                 for group in unit.direct_groups:
                     group.grads.direct.expect(overwrites=not group.grads.is_kept)

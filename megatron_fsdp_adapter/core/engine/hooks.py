@@ -105,8 +105,9 @@ def on_inputs_done(
 
     * A tensor that needs a gradient is replaced by a view of itself, also inside of tuples.
     * Lists, dicts and dataclasses stay the same objects, since a module may write into them. Views
-      take the places of their tensors. A hook on a tensor that stays in a list, as an auxiliary
-      loss of an earlier unit does, would run in the backward of that unit.
+      take the places of their tensors while the module runs (`put_back`). A hook on a tensor that
+      stays in a list, as an auxiliary loss of an earlier unit does, would run in the backward of
+      that unit.
     * Tensors in other containers are watched themselves. The gradient of one is known when all its
       uses are.
     * A parameter is not watched: its gradient is accumulated only after a hook on it has run.
@@ -148,8 +149,11 @@ def _watch(value: Any, watched: list[torch.Tensor], around: tuple[int, ...] = ()
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or isinstance(value, nn.Parameter):
             return value
-        watched.append(value.view_as(value))
-        return watched[-1]
+        view = value.view_as(value)
+        if around:
+            view._fsdp_input = value  # type: ignore[attr-defined]
+        watched.append(view)
+        return view
     if isinstance(value, _LEAVES):
         return value
     if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -168,21 +172,49 @@ def _watch(value: Any, watched: list[torch.Tensor], around: tuple[int, ...] = ()
 
 
 def _watch_items(value: Any, watched: list[torch.Tensor], around: tuple[int, ...]) -> None:
-    """Puts views in the places of tensors in a list, a dict or a dataclass, and in what is in it.
-    The views are marked, so that `_added` tells them from what a module adds."""
+    """Puts views in the places of tensors in a list, a dict or a dataclass, and in what is in it."""
+    _replace_items(value, lambda item: _watch(item, watched, (*around, id(value))))
+
+
+def _replace_items(value: Any, other: Callable[[Any], Any]) -> None:
+    """Puts `other` of each item of a list, a dict or a dataclass in its place."""
     if isinstance(value, (list, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         put: Callable[..., None] = value.__setitem__
     else:
         items = _attributes(value).items()
         put = functools.partial(object.__setattr__, value)  # of a frozen dataclass, too
-    first = len(watched)
     for key, item in list(items):
-        new = _watch(item, watched, (*around, id(value)))
+        new = other(item)
         if new is not item:
             put(key, new)
-    for view in watched[first:]:
-        view._fsdp_is_input = True  # type: ignore[attr-defined]
+
+
+def put_back(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Puts tensors back in the places of their views in containers among the arguments `given`: a
+    program may have asked for their gradients, or for those of a list that it goes on using."""
+    args, kwargs = given
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, dict)) or _is_dataclass_instance(value):
+            _own(value, ())
+
+
+def _own(value: Any, around: tuple[int, ...]) -> Any:
+    """What `_watch` was given where it gave `value`. around: as of `_watch`."""
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "_fsdp_input", value)
+    if isinstance(value, _LEAVES):
+        return value
+    inside = (*around, id(value))
+    if isinstance(value, tuple):
+        items = [_own(item, inside) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    is_container = isinstance(value, (list, dict)) or _is_dataclass_instance(value)
+    if is_container and id(value) not in around:
+        _replace_items(value, lambda item: _own(item, inside))
+    return value
 
 
 def _added(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
@@ -193,7 +225,7 @@ def _added(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, dict)) or _is_dataclass_instance(value):
             for tensor in _tensors_in(value, _is_dataclass_instance):
-                if not hasattr(tensor, "_fsdp_is_input"):
+                if not hasattr(tensor, "_fsdp_input"):
                     found.append(tensor)
     return found
 
@@ -327,11 +359,13 @@ def _root_pre_forward(
 
 
 def _root_post_forward(
-    engine: EngineRef, name: str, module: nn.Module, args: Any, out: Any
+    engine: EngineRef, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any
 ) -> None:
     alive = engine()
     if alive is not None and not alive.calls_parts:
         alive.root_post_forward(name, out)
+        if torch.is_grad_enabled() and not in_backward():
+            put_back((args, kwargs))
 
 
 def _enter(engine: EngineRef, key: str, module: nn.Module, args: Any) -> None:
@@ -409,7 +443,7 @@ def register_root(engine: Any, name: str, module: nn.Module) -> None:
     ref = weakref.ref(engine)
     before = _untraced(_root_pre_forward, ref, name)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_untraced(_root_post_forward, ref, name))
+    module.register_forward_hook(_untraced(_root_post_forward, ref, name), with_kwargs=True)
     _register_leave(module, ref, name)
 
 

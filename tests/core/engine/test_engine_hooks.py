@@ -18,6 +18,7 @@ from megatron_fsdp_adapter.core.engine.hooks import (
     has_grad_output,
     on_inputs_done,
     on_outputs_needed,
+    put_back,
 )
 
 CHECKS = ("core/engine/hooks.py",)
@@ -188,6 +189,23 @@ def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
     assert done == [1]
     (first + pair[0] + found[0] + cache["cache"]["z"]).sum().backward()
     assert sorted(done[1:]) == [0, 1]
+
+
+def test_containers_have_their_own_tensors_again() -> None:
+    """Also those inside of another, and where a unit is in a unit."""
+    x = torch.ones(3, requires_grad=True) * 2
+    y = x * 3
+    found = [x, Named(y, 1), None]
+    inputs = (found, {"answer": Answer(x), "list": [y]})
+    for _ in range(2):
+        on_inputs_done(inputs, {}, print)
+    put_back((inputs, {}))
+    assert found[0] is not x  # it is the outer unit's view
+    put_back((inputs, {}))
+    others = inputs[1]
+    assert found[0] is x and others["answer"].hidden is x
+    assert found[1].x is y and others["list"][0] is y
+    assert isinstance(found[1], Named)
 
 
 def test_what_a_module_adds_to_a_list_is_an_output() -> None:
