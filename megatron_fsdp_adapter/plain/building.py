@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,9 @@ from torch import nn
 from ..build.auto_budget import AutoBudget
 from ..build.building import build_engine, with_single_rank_domains
 from ..build.grad_check import GradCheck
+from ..build.guards import refuse_conversions
 from ..build.materialize import meta_problems, own_initializer, target_device
+from ..build.shard_attributes import mark_shard
 from ..core.config import EngineConfig
 from ..core.engine.partition import managed_params, partition, unit_modules, units_that_look_up
 from ..core.problems import raise_problems
@@ -24,7 +27,9 @@ from ..plan.unit_classes import classes_of, repeated_layers
 from ..plan.unit_grouping import described, group_layers
 from ..plan.unsharded_budget import AUTO, GIB, with_unsharded_units
 from ..quantized import TransformerEngineParams, format_of
+from ..state.sharded_state_dict import register_state_dict_hooks
 from .casts import cast_inputs_of
+from .optimizer_rows import watch_steps
 from .user_loop import UserLoopEngine
 
 SUBJECT = "fully_shard_model"
@@ -134,3 +139,15 @@ def trained_dtype(module: nn.Module) -> torch.dtype:
     if dtypes == {torch.bfloat16}:
         return torch.bfloat16
     return torch.float32
+
+
+def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:
+    """Marks the parameters of `engine` for optimizers and checkpoints. State dicts of `module`, and
+    of modules in it, show them from now on. `shown_by`, the module that users have, and modules in
+    it refuse conversions."""
+    for pair in engine.pairs:
+        mark_shard(pair)
+        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+    register_state_dict_hooks(module, engine)
+    refuse_conversions(shown_by, engine)
+    watch_steps()

@@ -35,10 +35,10 @@ from ..plan.module_problems import module_problems
 from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_addresses
-from .building import trained_dtype
+from .building import mark_shards, trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
 from .mesh import MeshGroups, rank_count
-from .user_loop import UserLoopEngine, mark_shards
+from .user_loop import UserLoopEngine
 
 SUBJECT = "fully_shard"
 MARK = "_fsdp_adapter_mark"

@@ -46,9 +46,9 @@ from ..plan.unsharded_budget import (
 from ..rollout.export_source import Described, Source, beside_engine
 from ..state.not_copyable import refuse_compilation
 from ..state.sharded_state_dict import ShardedStateDict
-from .building import engine_for, raise_model_problems
+from .building import engine_for, mark_shards, raise_model_problems
 from .mesh import Ranks, data_parallel_groups, rank_count
-from .user_loop import UserLoopEngine, mark_shards
+from .user_loop import UserLoopEngine
 
 
 class FullyShardedModel(GradSync, ShardedStateDict):

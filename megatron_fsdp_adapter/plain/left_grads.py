@@ -1,5 +1,5 @@
 """Gradients that are left where the engine does not expect them: by a backward that has raised, or
-by one that the engine was not told of."""
+by one that no hook of the engine has seen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refuse_sums(
 
 
 def refuse_untaken(groups: Iterable[ParamGroup]) -> None:
-    """RuntimeError if a backward has given gradients that the engine was not told of."""
+    """RuntimeError if a backward has given gradients, and no hook of the engine has seen it."""
     for group in groups:
         if group.key.requires_grad and group.grads.has_untaken():
             names = [entry.fqns[0] for entry in group.managed]

@@ -9,7 +9,6 @@ rejected: torch has no hook for `p.grad = None`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence, Set
 from itertools import groupby
 from traceback import walk_stack
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..build.guards import refuse_conversions
-from ..build.shard_attributes import mark_shard
 from ..core.engine import hooks
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.grad_buffers import GradState
@@ -29,21 +26,23 @@ from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
 from ..core.engine.unit import Unit
-from ..state.sharded_state_dict import register_state_dict_hooks
 from .left_grads import Earlier, refuse_sums, refuse_untaken
-from .optimizer_rows import watch_steps
+from .listed import tell_of_lists
 
 
 class UserLoopEngine(FsdpEngine):
     """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         # While sharded parameters are shown although a pass is not over: how often each was written
         # when that began. None at other times.
         self._writes_when_shown: list[int] | None = None
         # True if the last forward began with gradients attached, so that a step may follow it.
         self._step_may_follow = False
-        super().__init__(*args, **options)
+        self.is_made = False  # before that its attributes are not there
+        tell_of_lists(module, self, UserLoopEngine.before_list)
+        super().__init__(module, *args, **options)
+        self.is_made = True
         if self.quantization is not None:
             self.quantization.expect_writes()
         self.reduce.repeat_outer()
@@ -146,6 +145,14 @@ class UserLoopEngine(FsdpEngine):
             return
         if not self._runs_pass():
             self._show_sharded_meanwhile()
+
+    def before_list(self) -> None:
+        """Parameters of a module in the model are about to be listed. Shows sharded ones, if a
+        forward waits for its backward."""
+        if not self.is_made or not self.switch.shows_unsharded or self.gather.holds_any:
+            return
+        if not self.step.awaits_nothing:
+            self.show_between_passes()
 
     def _show_sharded_meanwhile(self) -> None:
         if not self.away:
@@ -339,8 +346,8 @@ class UserLoopEngine(FsdpEngine):
         refuse_assigned_data(self.pairs)
 
     def _look_at_left_grads(self) -> None:
-        """Forgets what a backward that raised has left. RuntimeError if one that the engine was not
-        told of has left any."""
+        """Forgets what a backward that raised has left. RuntimeError if one that no hook has seen
+        has left any."""
         if self.step.backward.has_raised:
             self.recover()
         if self.step.is_between_passes:
@@ -486,15 +493,3 @@ class UserLoopEngine(FsdpEngine):
 def _runs_method() -> bool:
     """True if this thread is inside torch's wrapper of a registered method, by its name."""
     return any(frame.f_code.co_name == "wrapped_method" for frame, _ in walk_stack(None))
-
-
-def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:
-    """Marks the parameters of `engine` for optimizers and checkpoints. State dicts of `module`, and
-    of modules in it, show them from now on. `shown_by`, the module that users have, and modules in
-    it refuse conversions."""
-    for pair in engine.pairs:
-        mark_shard(pair)
-        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
-    register_state_dict_hooks(module, engine)
-    refuse_conversions(shown_by, engine)
-    watch_steps()

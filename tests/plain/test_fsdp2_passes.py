@@ -13,13 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fsdp_adapter import fully_shard
+from megatron_fsdp_adapter import fully_shard, fully_shard_model
 from tests.lib.gpt.gpt import full
 from tests.lib.plain.fsdp2_shapes import model
 from tests.lib.plain.plain import tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
-CHECKS = ("plain/user_loop.py", "plain/fsdp2.py", "plain/fsdp2_model.py", "plain/optimizer_rows.py")
+CHECKS = (
+    "plain/user_loop.py",
+    "plain/fsdp2.py",
+    "plain/fsdp2_model.py",
+    "plain/optimizer_rows.py",
+    "plain/listed.py",
+)
 
 STEPS = 3
 
@@ -108,6 +114,25 @@ def _trained(made: Any, look: Look, end: Callable[..., Any]) -> list[float]:
         found += [loss, *end(made, optimizer, look, data)]
     found.append(made(data).mean())
     return [full(number.detach()).item() for number in found]
+
+
+@on_ranks(2)
+def test_modules_inside_a_model_list_its_parameters(rank: int) -> None:
+    """The sharded ones, also where a forward waits for its backward."""
+    for door in (fully_shard, fully_shard_model):
+        inner = model()
+        made = door(inner)
+        made(tokens(0, 0, 0)).mean().backward()
+        loss = made(tokens(1, 0, 0)).mean()
+        inside = (inner.blocks[0], inner.head, *([inner] if made is not inner else []))
+        for module in inside:
+            assert all(hasattr(param, "full_tensor") for param in module.parameters())
+            module.zero_grad()
+            assert all(param.grad is None for param in module.parameters())
+        loss.backward()
+        whole = model()
+        whole(tokens(1, 0, 0)).mean().backward()
+        torch.testing.assert_close(inner.head.weight.grad.full_tensor(), whole.head.weight.grad)
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -27,6 +27,7 @@ CHECKS = (
     "plain/optimizer.py",
     "plain/optimizer_rows.py",
     "build/grad_sync.py",
+    "core/engine/microbatches.py",
 )
 
 NEEDS: Mapping[str, Callable[[Strategy], bool]] = {

@@ -172,7 +172,7 @@ def _watch(value: Any, watched: list[torch.Tensor], around: tuple[int, ...] = ()
 
 
 def _watch_items(value: Any, watched: list[torch.Tensor], around: tuple[int, ...]) -> None:
-    """Puts views in the places of tensors in a list, a dict or a dataclass, and in what is in it."""
+    """Puts views in the places of tensors in a list, a dict or a dataclass, at any depth."""
     _replace_items(value, lambda item: _watch(item, watched, (*around, id(value))))
 
 
@@ -200,7 +200,7 @@ def put_back(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
 
 
 def _own(value: Any, around: tuple[int, ...]) -> Any:
-    """What `_watch` was given where it gave `value`. around: as of `_watch`."""
+    """The value that `_watch` was given where it gave `value`. around: as of `_watch`."""
     if isinstance(value, torch.Tensor):
         return getattr(value, "_fsdp_input", value)
     if isinstance(value, _LEAVES):

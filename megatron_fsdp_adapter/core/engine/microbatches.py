@@ -1,4 +1,4 @@
-"""Which backward of a step is the last one, and what ends the step: a loop tells the engine."""
+"""The last backward of a step, and what ends the step: a loop sets this."""
 
 from __future__ import annotations
 
