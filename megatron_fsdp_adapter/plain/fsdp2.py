@@ -19,7 +19,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -52,7 +54,7 @@ from .fsdp2_model import (
     show_on_meta,
     unsharded_reads,
 )
-from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
+from .mesh import MeshGroups, data_parallel_groups, data_parallel_mesh, device_type_of
 
 
 class FSDP2Module(NotCopyable, FSDPModule):
@@ -305,8 +307,9 @@ def fully_shard(
         reshard_after_forward: False keeps weights gathered after forward. Any other value
             reshards them after forward; a number of ranks too, to which torch's would reshard them.
             The root's weights stay through a pass with any value.
-        shard_placement_fn: called with each parameter. It may return None or Shard(0), as rows are
-            cut along dim 0 anyway. ValueError for another dim.
+        shard_placement_fn: called with each parameter. The dim that it returns is a hint: rows are
+            cut along dim 0 anyway. ValueError for a dim that the parameter has not, or another
+            mesh.
         mp_policy: `param_dtype` and `reduce_dtype` are those of the model, equal in all calls.
         offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
             `fully_shard_optimizer` steps on the device, unit by unit.
@@ -333,11 +336,13 @@ def fully_shard(
     # All are checked before one is changed.
     for one in modules:
         with unsharded_reads(one):
-            _check(one, shard_placement_fn, options.ignored)
+            _check(one, shard_placement_fn, options.ignored, options.groups)
     for one in modules:
         model = Model(weakref.ref(one))
         one.__dict__[MARK] = Mark(options, model)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
+        # Where torch's composable functions look: `replicate` leaves sharded modules alone.
+        one.__dict__.setdefault(REGISTRY_KEY, {})[SUBJECT] = RegistryItem()
         # `one` is the outermost marked module now: the marks in it, and its own, get its model.
         for _, mark in marked(one):
             mark.model = model
@@ -349,6 +354,7 @@ def _check(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
+    groups: MeshGroups,
 ) -> None:
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
@@ -359,7 +365,7 @@ def _check(
             of_other_classes.add(name)
     found += parameter_problems(module, of_other_classes.__contains__)
     if placement_of is not None:
-        found += _placement_problems(map(placement_of, module.parameters()))
+        found += _placement_problems(module, placement_of, ignored, groups)
     raise_problems(SUBJECT, found)
 
 
@@ -382,17 +388,40 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _placement_problems(placements: Iterable[Any]) -> list[str]:
-    """Problems of what `shard_placement_fn` returned: torch's Shard, an object that has one, or
-    None."""
-    dims = set()
-    for placed in placements:
-        if placed is not None:
-            shard = getattr(placed, "placement", placed)
-            dims.add(getattr(shard, "dim", 0))
-    if not dims - {0}:
-        return []
-    return [
-        f"shard_placement_fn returned Shard({max(dims)}): only dim 0 can be sharded. Return "
-        "Shard(0) or None"
-    ]
+def _placement_problems(
+    module: nn.Module,
+    placement_of: Callable[[nn.Parameter], Any],
+    ignored: Collection[nn.Parameter],
+    groups: MeshGroups,
+) -> Iterator[str]:
+    """Problems of what `placement_of` returns for the parameters of the unit `module`: None,
+    torch's Shard, or torch's `ShardPlacementResult`, which has a Shard and a mesh."""
+    others = {id(param) for param in ignored}
+    for inner, _ in marked(module):
+        others.update(id(param) for param in inner.parameters())
+    for name, param in module.named_parameters():
+        if id(param) in others:
+            continue
+        placed = placement_of(param)
+        dim = getattr(getattr(placed, "placement", placed), "dim", 0)
+        dims = max(param.ndim, 1)  # a scalar is one row
+        if not -dims <= dim < dims:
+            yield (
+                f"shard_placement_fn returned Shard({dim}) for parameter {name}, which has "
+                f"{param.ndim} dims. Return one of these, or None"
+            )
+        over = getattr(placed, "mesh_info", None)
+        if over is not None and _ranks_over(over) != _ranks_of(groups):
+            yield (
+                f"shard_placement_fn returned another mesh, {over.mesh}, for parameter {name}: a "
+                "model has one. Return none, or use torch's fully_shard for this model"
+            )
+
+
+def _ranks_over(info: Any) -> list[list[int]]:
+    """Ranks of the shard axis, and of the replicas, of a `FSDPMeshInfo` of torch."""
+    return _ranks_of((info.shard_process_group, getattr(info, "replicate_process_group", None)))
+
+
+def _ranks_of(groups: MeshGroups) -> list[list[int]]:
+    return [dist.get_process_group_ranks(group) for group in groups if group is not None]

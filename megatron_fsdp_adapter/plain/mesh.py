@@ -82,11 +82,14 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
     return shard, mesh.get_group(axes[0])
 
 
-def data_parallel_mesh(mesh: Any, dims: Any = None) -> DeviceMesh | None:
-    """The mesh of parameters: `mesh` without its model-parallel dims. None where there is no such
-    mesh: the engine makes one of the groups then."""
-    if dims is not None or not isinstance(mesh, DeviceMesh):
+def data_parallel_mesh(mesh: Ranks, dims: Any = None) -> DeviceMesh | None:
+    """The mesh of parameters: `mesh` without its model-parallel dims, or one without names over a
+    process group. None with `dims`: the engine makes one of the groups then."""
+    if dims is not None:
         return None
+    if not isinstance(mesh, DeviceMesh):
+        group, _ = data_parallel_groups(mesh)
+        return DeviceMesh.from_group(group, device_type_of(mesh))
     axes = _axes(mesh)
     if len(axes) == mesh.ndim:
         return mesh

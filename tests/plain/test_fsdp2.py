@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.fsdp import fully_shard as theirs
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import (
@@ -164,6 +165,7 @@ def test_parameters_and_gradients_are_the_dtensors_of_torch(rank: int) -> None:
         for like, value in ((param, found[name]), (param.grad, found[name].grad)):
             assert type(value) is DTensor
             assert value.placements == like.placements
+            assert value.device_mesh == like.device_mesh
             assert value.data_ptr() == 0
             check_same_bits({name: value.to_local()}, {name: like.to_local()}, name)
         copied = copy.deepcopy(found[name])
@@ -532,9 +534,16 @@ def _a_list(made: Any) -> None:
     ours(nn.ModuleList([made]))
 
 
-@refused("columns", r"Shard\(1\)")
+@refused("columns", r"Shard\(1\) for parameter blocks.0.norm.weight, which has 1 dims")
 def _columns(made: Any) -> None:
     ours(made, shard_placement_fn=lambda param: Shard(1))
+
+
+@refused("another mesh", "shard_placement_fn returned another mesh")
+def _another_mesh(made: Any) -> None:
+    mesh = _mesh((1, 1), "replicas", "shards")
+    placed = types.SimpleNamespace(placement=None, mesh_info=HSDPMeshInfo(mesh, 1, 0))
+    ours(made, shard_placement_fn=lambda param: placed)
 
 
 @refused("late", "sharded already")
@@ -652,6 +661,22 @@ def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
     assert (found.x.dtype, options["mask"].dtype) == (BF16, torch.int64)
     assert found.cache is given.cache
     assert given.x.dtype == FP32
+
+
+def test_a_dim_to_shard_is_a_hint(one_rank: None) -> None:
+    made = model()
+    expected = [param for name, param in made.named_parameters() if "blocks" not in name]
+    asked: list[Any] = []
+    for block in made.blocks:
+        ours(block)
+
+    def last(param: nn.Parameter) -> Shard:
+        asked.append(param)
+        return Shard(-1)
+
+    ours(made, shard_placement_fn=last)
+    assert list(map(id, asked)) == list(map(id, expected))
+    assert all(param.placements == (Shard(0),) for param in made.parameters())
 
 
 def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:

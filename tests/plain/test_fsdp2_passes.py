@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fsdp_adapter import fully_shard, fully_shard_model
@@ -159,6 +160,26 @@ def test_weights_are_not_written_between_a_forward_and_its_backward(rank: int) -
             param.mul_(0.5)
     with pytest.raises(RuntimeError, match="written between a forward and its backward"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_ddp_leaves_a_sharded_part_alone(rank: int) -> None:
+    found = []
+    for is_sharded in (False, True):
+        made = model()
+        if is_sharded:
+            fully_shard(made.blocks[1])
+        replicate(made)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False)
+        losses = []
+        for step in range(3):
+            loss = made(tokens(step, 0, rank)).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 @on_ranks(2)
