@@ -147,16 +147,25 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether the next backwards end a step. Changes nothing if it is called for a part of
-        a model: each backward reduces sharded gradients, because no unsharded ones are kept."""
+        """Sets whether the next backwards reduce gradients of the module. Otherwise each rank adds
+        them up unsharded, if they are accumulated in the dtype in which they are sent. Gradients in
+        another dtype are reduced in each backward. `.grad` has them after a backward that reduces.
+        """
+        engine_of(self)
+        for mark in _chosen(self, recurse):
+            mark.unit.defer(not requires_gradient_sync)
+        self._end_step_if_whole(requires_gradient_sync, recurse)
+
+    def _end_step_if_whole(self, ends: bool, recurse: bool) -> None:
+        """Sets whether the next backward ends a step, if this is the whole model."""
         if len(_chosen(self, recurse)) == len(marked(root_of(self))):
-            engine_of(self).microbatch(last=requires_gradient_sync)
+            engine_of(self).microbatch(last=ends)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sets whether the next backwards sum gradients over replicas. That is done once a step, so
-        it is `set_requires_gradient_sync` for a model with replicas; without them, a no-op."""
+        """Sets whether the next backwards sum gradients of the whole model over replicas, which is
+        done once a step. Of a part of a model, or without replicas, a no-op."""
         if mark_on(self).options.groups[1] is not None:
-            self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+            self._end_step_if_whole(requires_all_reduce, recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,

@@ -205,6 +205,8 @@ class UserLoopEngine(FsdpEngine):
         if accumulates:
             self._follow_grads()
             self._follow_budget()
+            for unit in self.units:
+                unit.follow_deferral()
             self._earlier = Earlier.NONE
             if self.has_grads:
                 is_attached = self.step.grads_attached
@@ -262,11 +264,13 @@ class UserLoopEngine(FsdpEngine):
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
             if given and self._takes_grad(pair):
-                self._given_now.append(pair)
+                if pair.group.grads.state in REDUCED_STATES:
+                    self._given_now.append(pair)
             elif pair.sharded.grad is None:
                 absent.append(pair)
         for grads in self.grads:
-            grads.were_attached()
+            if grads.state is not GradState.ACCUMULATED:  # else they are kept on each rank
+                grads.were_attached()
         if len(absent) == len(self.trained):
             self.zero_grads()
             return
@@ -280,7 +284,9 @@ class UserLoopEngine(FsdpEngine):
             pair.drop_grad()
         # A group all of whose gradients are absent has none: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
-            if all(pair.sharded.grad is None for pair in self.trained if pair.group is group):
+            is_kept = group.grads.state is GradState.ACCUMULATED  # on each rank
+            own = [pair for pair in self.trained if pair.group is group]
+            if not is_kept and all(pair.sharded.grad is None for pair in own):
                 group.grads.drop(collected=False)
         self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 

@@ -185,6 +185,8 @@ class ReducePipeline:
             reduced yet.
         """
         groups = unit.active_groups
+        if unit.defers:  # what is not reduced needs no zeros
+            groups = [one for one in groups if not one.grads.is_kept or one.grads.has_untaken()]
         if not groups:
             return
         is_known_last = last is Last.YES
@@ -195,8 +197,11 @@ class ReducePipeline:
         self._note(unit)
         ready = groups
         # In a model with sharded gradients the caller need not know which microbatch is the last.
-        # Units that keep theirs are reduced only in a backward that is known to be it.
+        # Units that keep theirs are reduced only in a backward that is known to be it, or if the
+        # user says so.
         ends = is_known_last if self.config.strategy.shard_grads else last is not Last.NO
+        if unit.defers is not None:
+            ends = not unit.defers
         if not ends or more_may_come or not self.config.overlap_grad_reduce:
             ready = [group for group in groups if not group.grads.is_kept]
         if ready:
@@ -314,13 +319,14 @@ class ReducePipeline:
     def reduce_rest(self, units: Sequence[Unit]) -> None:
         """Reduces what the backwards of this step have not:
 
-        * kept gradients whose reduction was not overlapped;
+        * kept gradients whose reduction was not overlapped, but not those that the user defers;
         * groups that no backward reached, whose gradients are zero;
         * over the outer axis, what is missing there: unit by unit if backwards did that, and else
           behind all reductions over the shard axis.
         """
         for unit in units:
-            groups = [group for group in unit.trainable_groups if _is_unreduced(group)]
+            unreduced = [group for group in unit.trainable_groups if _is_unreduced(group)]
+            groups = [] if unit.defers else unreduced
             self._make_room(groups)
             for group in groups:
                 if group.grads.state is GradState.EMPTY:

@@ -24,6 +24,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
+from .grad_buffers import GradState
 from .group import ParamGroup
 from .params import GatheredParameter, PresentParameter, ReshardedParameter
 from .partition import UnitPlan
@@ -85,6 +86,9 @@ class Unit:
         self.strategy = strategy  # what is sharded between its passes
         # Whether gathered weights, which do not stay, are kept from one microbatch to the next.
         self.stays = False
+        # Whether the user keeps its gradients on each rank, to be reduced in a later backward; None
+        # if the user has not set it.
+        self.defers: bool | None = None
         self._count_kept_grads()
         gathered = [one for one in groups if one.weights.is_kept == self.keeps_weights]
         # Bytes that a gather takes.
@@ -148,6 +152,24 @@ class Unit:
     def stay(self, stays: bool) -> None:
         """Sets whether gathered weights are kept from one microbatch to the next."""
         self.stays = stays
+
+    def defer(self, deferred: bool) -> None:
+        """Sets whether gradients of the next backwards are kept on each rank and not reduced, alike
+        on all ranks. Groups that cannot keep theirs (`GradBuffers.can_be_kept`) are reduced in each
+        backward all the same."""
+        self.defers = deferred
+
+    def follow_deferral(self) -> None:
+        """Has groups keep the gradients of the backward that begins, if that was asked for. What is
+        kept stays so until it is reduced. Beside reduced gradients there is no memory for others.
+        """
+        if self.defers is None:
+            return
+        for group in self.trainable_groups:
+            if group.grads.state is not GradState.ACCUMULATED:
+                is_first = group.grads.state is GradState.EMPTY
+                group.grads.keep(is_first and bool(self.defers))
+        self._count_kept_grads()
 
     @property
     def active_groups(self) -> list[ParamGroup]:
