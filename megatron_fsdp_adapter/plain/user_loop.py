@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from itertools import groupby
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ..core.engine.step import Last, RootCall, RootName
 from ..core.engine.unit import Unit
 from .left_grads import Earlier, refuse_sums, refuse_untaken
 from .listed import tell_of_lists
+from .registered_methods import runs_registered_method
 
 
 class UserLoopEngine(FsdpEngine):
@@ -71,7 +71,7 @@ class UserLoopEngine(FsdpEngine):
 
     def root_pre_forward(self, name: RootName) -> None:
         """Notices that a registered method has raised: torch's wrapper of it does not tell."""
-        if self.step.running is RootCall.METHOD and not _runs_method():
+        if self.step.running is RootCall.METHOD and not runs_registered_method():
             self.step.forward_raised()
         super().root_pre_forward(name)
 
@@ -263,13 +263,14 @@ class UserLoopEngine(FsdpEngine):
         self._given_now = []
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
-            if given and self._takes_grad(pair):
-                if pair.group.grads.state in REDUCED_STATES:
-                    self._given_now.append(pair)
-            elif pair.sharded.grad is None:
+            is_kept = pair.group.grads.state is GradState.ACCUMULATED  # on each rank
+            is_due = given and self._takes_grad(pair)
+            if is_due and not is_kept:
+                self._given_now.append(pair)
+            elif not is_due and pair.sharded.grad is None:
                 absent.append(pair)
         for grads in self.grads:
-            if grads.state is not GradState.ACCUMULATED:  # else they are kept on each rank
+            if grads.state is not GradState.ACCUMULATED:
                 grads.were_attached()
         if len(absent) == len(self.trained):
             self.zero_grads()
@@ -284,9 +285,9 @@ class UserLoopEngine(FsdpEngine):
             pair.drop_grad()
         # A group all of whose gradients are absent has none: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
-            is_kept = group.grads.state is GradState.ACCUMULATED  # on each rank
-            own = [pair for pair in self.trained if pair.group is group]
-            if not is_kept and all(pair.sharded.grad is None for pair in own):
+            if group.grads.state is not GradState.ACCUMULATED and all(
+                pair.sharded.grad is None for pair in self.trained if pair.group is group
+            ):
                 group.grads.drop(collected=False)
         self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
@@ -494,8 +495,3 @@ class UserLoopEngine(FsdpEngine):
             self.step.forget_grads()
             if self.reduce.check is not None:
                 self.reduce.check.clear()
-
-
-def _runs_method() -> bool:
-    """True if this thread is inside torch's wrapper of a registered method, by its name."""
-    return any(frame.f_code.co_name == "wrapped_method" for frame, _ in walk_stack(None))

@@ -64,7 +64,13 @@ from tests.lib.plain.fsdp2_shapes import (
 from tests.lib.plain.plain import Block, Net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
-CHECKS = ("plain/fsdp2.py", "plain/fsdp2_model.py", "plain/casts.py", "plain/optimizer_rows.py")
+CHECKS = (
+    "plain/fsdp2.py",
+    "plain/fsdp2_model.py",
+    "plain/casts.py",
+    "plain/optimizer_rows.py",
+    "plain/registered_methods.py",
+)
 
 BF16 = torch.bfloat16
 STEPS = 3
