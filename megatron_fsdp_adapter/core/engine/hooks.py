@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 
+from . import transforms
 from .group import ParamGroup
 from .partition import ROOT, unchecked
 from .unit import Unit
@@ -52,7 +53,9 @@ def in_backward() -> bool:
 
 
 def needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.requires_grad or (not transforms.are_plain() and bool(transforms.reached(value)))
 
 
 def accumulates(groups: Iterable[ParamGroup]) -> bool:
@@ -61,6 +64,8 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
     A backward for gradients of inputs alone (`torch.autograd.grad`, `backward(inputs=...)`) does
     not. A backward without chosen tensors always does: then no parameter is looked at.
     """
+    if transforms.is_inside():
+        return False  # a transform's own backward, for gradients of what it was given
     # Torch's checkpoint asks this too. It is true where no tensors were chosen.
     if torch.autograd._is_checkpoint_valid() and not _is_on_chosen_tensor():
         return True
@@ -147,12 +152,12 @@ def _watch(value: Any, watched: list[torch.Tensor], around: tuple[int, ...] = ()
     # Tensors and plain values come first: most layers are given nothing else, and the search at the
     # end takes longer than all the rest.
     if isinstance(value, torch.Tensor):
-        if not value.requires_grad or isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter) or not needs_grad(value):
             return value
         view = value.view_as(value)
         if around:
             view._fsdp_input = value  # type: ignore[attr-defined]
-        watched.append(view)
+        watched += [view] if transforms.are_plain() else transforms.reached(view)
         return view
     if isinstance(value, _LEAVES):
         return value
@@ -240,7 +245,10 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
     tensors = []
     bases = []
     added = _added(given) if given else []
-    for tensor in (*_tensors_in(output), *added):
+    given_out = [*_tensors_in(output), *added]
+    if not transforms.are_plain():
+        given_out = [one for tensor in given_out for one in transforms.reached(tensor)]
+    for tensor in given_out:
         if tensor.grad_fn is None:
             continue
         tensors.append(tensor)
