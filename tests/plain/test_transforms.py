@@ -76,6 +76,17 @@ def _dual(made: nn.Module) -> torch.Tensor:
         return _both((output.primal, output.tangent))
 
 
+def _by_cotangent(made: nn.Module) -> torch.Tensor:
+    """A product with the Jacobian, by two backwards."""
+    with torch.enable_grad():
+        x = X.clone().requires_grad_()
+        output = made(x)
+        cotangent = torch.zeros_like(output).requires_grad_()
+        [slope] = torch.autograd.grad(output, x, cotangent, create_graph=True)
+        [product] = torch.autograd.grad(slope, cotangent, V, create_graph=True)
+        return _both((output, product))
+
+
 def _sum(made: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: made(x).square().sum()
 
@@ -91,6 +102,7 @@ LOSSES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "jvp of jvp": lambda made: _both(jvp(lambda x: jvp(made, (x,), (V,))[1], (X,), (V,))),
     "jacfwd": lambda made: jacfwd(made)(X[0]).square().mean(),
     "vjp": _vjp,
+    "the derivative by a cotangent": _by_cotangent,
     "grad": lambda made: grad(_sum(made))(X).square().mean(),
     "vmap of grad": lambda made: vmap(grad(_sum(made)))(X).square().mean(),
     "jacrev": lambda made: jacrev(made)(X[0]).square().mean(),

@@ -258,13 +258,30 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
     if bases:
         of_inputs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
         tensors += [base for base in bases if id(base) not in of_inputs]
+    def first(grad: Any) -> None:
+        if torch.is_grad_enabled():  # with `create_graph`
+            _on_derivative(grad, callback)
+        callback()
+
     if len(tensors) == 1:
-        tensors[0].register_hook(callback)
+        tensors[0].register_hook(first)
     elif tensors:
-        register_multi_grad_hook(tensors, callback, mode="any")
+        register_multi_grad_hook(tensors, first, mode="any")
     for tensor in tensors:
         if len(tensor._backward_hooks) > 1:  # type: ignore[arg-type]
             _put_last_first(tensor._backward_hooks)
+
+
+def _on_derivative(grad: torch.Tensor, callback: Callable[..., None]) -> None:
+    """Calls `callback` in a backward through the derivative by `grad`, a gradient of an output, if
+    another backward has computed that with `create_graph`. It reads weights, as the output does."""
+
+    def found(derivative: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            on_outputs_needed(derivative, callback)
+
+    if grad.requires_grad:
+        grad.register_hook(found)
 
 
 def _put_last_first(found: Any) -> None:

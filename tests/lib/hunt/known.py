@@ -31,8 +31,6 @@ class Known:
     reason: str
 
 
-PENDING = "a forward waits for its backward, so parameters() shows unsharded parameters"
-
 # fmt: off
 KNOWN = (
     Known(r"wrong: .*\bdrop a gradient, (evaluation with gradients|no backward)\b.*",
@@ -47,21 +45,11 @@ KNOWN = (
           "torch's DTensor refuses some products of sums, for parameters of one row"),
     Known(r"wrong: .*\bcounting\b.*\bsave and load",
           "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
-    Known(r"error: KeyError: N", PENDING + ": state of an optimizer is asked for; torch fails too"),
-    Known(r"error: RuntimeError: (Expected !nested_tensorlist|Tensor list must have).*",
-          "gradients are missing, for one of the causes above and below"),
-    Known(r"error: RuntimeError: setStorage: .*",
-          "hooks are on tensors of a level of torch.func, which has nodes of its own"),
-    Known(r"wrong: .*\b(jvp|vmap)\b.*",
-          "hooks are on tensors of a level of torch.func, which has nodes of its own"),
 )
 # fmt: on
 
 
-KINDS_OF_KNOWN = (
-    "jvp",
-    "vmap",
-)
+KINDS_OF_KNOWN = ("accumulate hook",)
 """Kinds of statements that most of the known findings need."""
 
 
