@@ -258,10 +258,11 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
     if bases:
         of_inputs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
         tensors += [base for base in bases if id(base) not in of_inputs]
+
     def first(grad: Any) -> None:
         if torch.is_grad_enabled():  # with `create_graph`
             _on_derivative(grad, callback)
-        callback()
+        callback(grad)
 
     if len(tensors) == 1:
         tensors[0].register_hook(first)

@@ -1,8 +1,10 @@
 """Tensors inside of transforms of `torch.func`, and with tangents: those that backwards reach.
 
-Inside of a transform a module is given wrappers of tensors, and its outputs are wrappers. A backward
-of the transform (`grad`, `vjp`) goes through these. One that runs after it goes through the tensors
-in them, where hooks on wrappers would never run; and through tangents, which depend on weights too.
+Inside of a transform a module is given wrappers of tensors, and its outputs are wrappers.
+
+- A backward of the transform (`grad`, `vjp`) goes through these.
+- One that runs after it goes through the tensors in them. Hooks on wrappers would never run.
+- It goes through tangents too, as they depend on weights.
 """
 
 from __future__ import annotations
