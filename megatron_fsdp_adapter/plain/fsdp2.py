@@ -45,6 +45,7 @@ from .fsdp2_model import (
     Mark,
     Model,
     await_reads,
+    divide_grads,
     engine_of,
     mark_of,
     mark_on,
@@ -189,15 +190,9 @@ class FSDP2Module(NotCopyable, FSDPModule):
         engine.zero_absent_grads(groups, reduce_scatter_unused_params)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides sums of gradients by `factor` and not by the number of ranks, in the whole model.
-        RuntimeError if the model is sharded already, as its parameters were read or it ran."""
-        model = mark_on(self).model
-        if model.engine is not None:
-            raise RuntimeError(
-                f"set_gradient_divide_factor({factor}): the model is sharded already. Call it "
-                "after fully_shard, before parameters() is called and the model runs"
-            )
-        model.divide_factor = float(factor)
+        """Divides sums of the module's gradients by `factor` from now on, and not by the number of
+        ranks; not those of modules in it that `fully_shard` was called with."""
+        divide_grads(self, float(factor))
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -389,11 +384,6 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         yield (
             "modules in it are sharded already, as their parameters were read, or they have run. "
             "Call fully_shard for the model before that"
-        )
-    if any(model.divide_factor is not None for model in models):
-        yield (
-            "set_gradient_divide_factor was called for modules in it, but holds for a whole model. "
-            "Call it for the model"
         )
 
 

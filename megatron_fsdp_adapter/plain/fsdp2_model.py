@@ -101,8 +101,6 @@ class Model:
     state: str = PENDING
     # None until it is sharded.
     engine: UserLoopEngine | None = None
-    # What sums of gradients are divided by; None for the number of ranks.
-    divide_factor: float | None = None
 
 
 @dataclass
@@ -115,6 +113,8 @@ class Mark:
     model: Model
     # The module's unit; None until the model is sharded.
     unit: Any = None
+    # What sums of its unit's gradients are divided by; None for the number of ranks.
+    divide_factor: float | None = None
 
 
 class PendingParameters(dict[str, Any]):
@@ -281,6 +281,19 @@ def _build(root: nn.Module) -> None:
                 cast_inputs_of(child, options.input_dtype)
             if options.policy.output_dtype is not None:
                 cast_outputs_of(child, options.policy.output_dtype)
+            if mark.divide_factor is not None:
+                divide_grads(child, mark.divide_factor)
+
+
+def divide_grads(module: Any, factor: float) -> None:
+    """Divides sums of gradients of the module's unit by `factor`, now or when it is sharded."""
+    mark = mark_on(module)
+    mark.divide_factor = factor
+    engine = mark.model.engine
+    if engine is None:
+        return
+    if mark.unit is not engine.root or module is root_of(module):  # else it has no parameters
+        engine.divide_grads(mark.unit.trainable_groups, factor)
 
 
 def _params_to_shard(
@@ -296,12 +309,11 @@ def _domain(root: nn.Module) -> ShardDomain:
     mark = mark_on(root)
     options = mark.options
     shard, outer = options.groups
-    factor = mark.model.divide_factor or rank_count(options.groups)
     index = FSDPDistributedIndex(
         shard,
         device_type=options.device_type,
         outer_fsdp_group=outer,
-        grad_scale=1.0 / factor,
+        grad_scale=1.0 / rank_count(options.groups),
     )
     domain = index.domain(DENSE)
     return replace(domain, mesh=options.mesh or domain.mesh)

@@ -147,11 +147,10 @@ class UserLoopEngine(FsdpEngine):
             self._show_sharded_meanwhile()
 
     def before_list(self) -> None:
-        """Parameters of a module in the model are about to be listed. Shows sharded ones, if a
-        forward waits for its backward."""
-        if not self.is_made or not self.switch.shows_unsharded or self.gather.holds_any:
-            return
-        if not self.step.awaits_nothing:
+        """Shows sharded parameters, which a module in the model is about to list, if a forward
+        waits for its backward."""
+        could = self.is_made and self.switch.shows_unsharded and not self.gather.holds_any
+        if could and not self.step.awaits_nothing:
             self.show_between_passes()
 
     def _show_sharded_meanwhile(self) -> None:
@@ -160,8 +159,7 @@ class UserLoopEngine(FsdpEngine):
             self.switch.show(unsharded=False, before=self._show_meanwhile)
 
     def end_backward(self) -> None:
-        """Shows sharded parameters if their gradients are attached, also where this backward was
-        one for gradients of inputs and another may follow."""
+        """Shows sharded parameters if gradients are attached, also after one of inputs alone."""
         super().end_backward()
         if self.step.grads_attached and self.step.running in (None, RootCall.RAISED):
             self._show_sharded_meanwhile()
@@ -290,6 +288,11 @@ class UserLoopEngine(FsdpEngine):
             ):
                 group.grads.drop(collected=False)
         self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
+
+    def divide_grads(self, groups: Sequence[ParamGroup], factor: float) -> None:
+        """Divides sums of gradients of `groups` by `factor` from now on."""
+        self._follow_grads()
+        self.reduce.scale_sums(groups, 1.0 / factor)
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
         """Sets the gradients of parameters of `groups` to which no rank gives one: zeros if

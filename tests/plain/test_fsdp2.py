@@ -482,6 +482,28 @@ def test_a_parameter_that_some_ranks_read_has_a_gradient_on_all(rank: int, world
         made.zero_grad()
 
 
+@pytest.mark.parametrize("world", (1, 2))
+@on_ranks()
+def test_gradients_are_divided_by_a_factor_of_the_module(rank: int, world: int) -> None:
+    """Set before the model is sharded, after the optimizer was made, and between steps."""
+    found = []
+    for shard in (theirs, ours):
+        made = sharded(shard, model())
+        for module in (made, *made.blocks) if world > 1 else ():
+            module.set_force_sum_reduction_for_comms(True)  # of torch's, on gloo
+        made.blocks[1].set_gradient_divide_factor(3.0)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        for step in range(2):
+            made.set_gradient_divide_factor(5.0 - step)
+            made.blocks[0].set_gradient_divide_factor(7.0 + step)
+            for microbatch in range(2):
+                made(tokens(step, microbatch, rank)).mean().backward()
+            found.append([param.grad.full_tensor().clone() for param in made.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(found[2:], found[:2])
+
+
 def _sharded_between_passes(made: Any) -> bool:
     return all(isinstance(param, DTensor) for param in made.parameters())
 
@@ -495,7 +517,8 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
         assert isinstance(module, own)
     assert type(block).__name__ == "FSDPBlock"
     assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
-    made.set_gradient_divide_factor(4.0 * world)
+    for module in (made, *made.blocks):
+        module.set_gradient_divide_factor(4.0 * world)
     first, again = ([p._local_tensor.data_ptr() for p in made.parameters()] for _ in range(2))
     assert first == again, "empty shards have places, too"
     assert len({*first}) == len(first), "empty shards have places, too"
@@ -655,17 +678,6 @@ def _data_of_a_gradient_assigned(made: Any) -> None:
     grad = made.head.weight.grad
     grad.data = grad.data * 2
     optimizer.step()
-
-
-@refused("factor of a part", "set_gradient_divide_factor was called for modules in it")
-def _factor_of_a_part(made: Any) -> None:
-    ours(made.blocks[0]).set_gradient_divide_factor(2.0)
-    ours(made)
-
-
-@refused("factor", "sharded already")
-def _factor(made: Any) -> None:
-    _read(ours(made)).set_gradient_divide_factor(2.0)
 
 
 class Layers(nn.ModuleList):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +124,7 @@ class ReducePipeline:
         self.config = config  # of the engine
         self.runtime = runtime  # streams and storage
         self.domains = domains  # by domain, how gradients are reduced over the shard axis
+        self._scales: dict[int, float] = {}  # by group, another factor than that of its domain
         self.outer = outer  # by domain, how they are reduced over the outer axis
         self.log = log  # notes every reduction
         self.check = check  # looks at gradients before they are communicated
@@ -137,6 +138,29 @@ class ReducePipeline:
         # Whether a backward may follow a reduction over an outer axis, which is then taken back
         # (`_take_back`).
         self.repeats_outer = False
+
+    def scale_sums(self, groups: Sequence[ParamGroup], scale: float) -> None:
+        """Sets the factor on sums of gradients of `groups`, in reductions from now on.
+
+        RuntimeError: gradients are there that one rank has reduced by itself, so that a further
+        backward of their step could not take the former factor back.
+        """
+        for group in groups:
+            if group.is_single_rank and group.grads.state is GradState.REDUCED:
+                raise RuntimeError(
+                    f"a factor of gradients was set while {group.grads.name} has gradients. Set it "
+                    "before the first backward of a step, after zero_grad()"
+                )
+        for group in groups:
+            self._scales[id(group)] = scale
+            for adds in (False, True):
+                self._reductions.pop((id(group), adds), None)
+
+    def _way(self, group: ParamGroup) -> DomainReduce:
+        """The reduction of `group` over the shard axis."""
+        way = self.domains[group.key.domain]
+        scale = self._scales.get(id(group), way.scale)
+        return way if scale == way.scale else replace(way, scale=scale)
 
     def repeat_outer(self) -> None:
         """Lets further backwards follow a reduction over an outer axis."""
@@ -257,7 +281,7 @@ class ReducePipeline:
             buffers.append(buffer)
             reduction = Reduction(
                 group,
-                self.domains[group.key.domain],
+                self._way(group),
                 segments=buffer.segments(group.shards.full),
                 results=buffer.segments(group.shards.inner),
                 adds=True,
@@ -296,7 +320,7 @@ class ReducePipeline:
                 continue
             if group.is_single_rank and grads.state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
-                scale_each(grads.inner_segments, 1.0 / self.domains[group.key.domain].scale)
+                scale_each(grads.inner_segments, 1.0 / self._way(group).scale)
                 grads.advance(GradState.ACCUMULATED)
             elif grads.state is GradState.FINISHED and self._repeats_outer_of(group):
                 self.runtime.follow(COMPUTE, REDUCE)
@@ -365,7 +389,7 @@ class ReducePipeline:
         if known is None:
             known = Reduction(
                 group,
-                self.domains[group.key.domain],
+                self._way(group),
                 segments=grads.bucket.segments(group.shards.full),
                 results=grads.bucket.segments(group.shards.inner),
                 adds=adds,
