@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.runtime.rank_warnings import warn
+
 MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
 """Names of dims whose ranks have different weights."""
 
@@ -79,6 +81,12 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
     shard = mesh.get_group(axes[-1])
     if len(axes) == 1:
         return shard, None
+    first = mesh.mesh_dim_names[axes[0]]  # type: ignore[index]
+    if "shard" in first or first == "fsdp":
+        warn(
+            f"mesh={mesh}: its dim {first!r} is one of replicas, as the first of two dims. To "
+            "shard over both, name both in dp_mesh_dims of fully_shard, or pass mesh._flatten()"
+        )
     return shard, mesh.get_group(axes[0])
 
 

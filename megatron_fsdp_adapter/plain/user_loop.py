@@ -25,6 +25,7 @@ from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
 from ..core.engine.unit import Unit
+from .joined import JoiningParameters
 from .left_grads import Earlier, refuse_sums, refuse_untaken
 from .listed import tell_of_lists
 from .registered_methods import runs_registered_method
@@ -43,6 +44,7 @@ class UserLoopEngine(FsdpEngine):
         tell_of_lists(module, self, UserLoopEngine.before_list)
         super().__init__(module, *args, **options)
         self.is_made = True
+        self._joining = JoiningParameters(module)  # of which none may be trained
         if self.quantization is not None:
             self.quantization.expect_writes()
         self.reduce.repeat_outer()
@@ -87,6 +89,8 @@ class UserLoopEngine(FsdpEngine):
         if self._step_may_follow:
             self.mark_main_weights_stale()
             self.gather.mark_stale()
+        if torch.is_grad_enabled():
+            self._joining.refuse()
         super().begin_forward(name)
         self._step_may_follow = self.step.grads_attached
 
@@ -136,10 +140,9 @@ class UserLoopEngine(FsdpEngine):
         self._step_may_follow = False  # all weights become stale when unsharded ones are shown
 
     def show_between_passes(self) -> None:
-        """Shows sharded parameters, unless a forward or backward runs.
-
-        If a pass is not over, as a forward waits for its backward or has raised, gathered weights
-        stay as they are: other ranks may not read their parameters."""
+        """Shows sharded parameters, unless a forward or backward runs. If a pass is not over, as a
+        forward waits for its backward or has raised, gathered weights stay as they are: other ranks
+        may not read their parameters."""
         if self.step.awaits_nothing:
             super().show_between_passes()
             return
@@ -147,8 +150,7 @@ class UserLoopEngine(FsdpEngine):
             self._show_sharded_meanwhile()
 
     def before_list(self) -> None:
-        """Shows sharded parameters, which a module in the model is about to list, if a forward
-        waits for its backward."""
+        """Shows sharded parameters, which are about to be listed, if a forward waits."""
         could = self.is_made and self.switch.shows_unsharded and not self.gather.holds_any
         if could and not self.step.awaits_nothing:
             self.show_between_passes()
@@ -187,8 +189,7 @@ class UserLoopEngine(FsdpEngine):
         super().root_post_forward(name, output)
 
     def end_evaluation(self) -> None:
-        """Shows sharded parameters again if they were shown before the forward and gradients are
-        disabled."""
+        """Shows sharded parameters again if they were shown before, and gradients are disabled."""
         super().end_evaluation()
         # Gradients were enabled, but the output needs none: all is frozen, or it is tokens.
         if self.counts_calls:
@@ -244,8 +245,7 @@ class UserLoopEngine(FsdpEngine):
         ]
 
     def _takes_grad(self, pair: ParamPair) -> bool:
-        """True if the parameter is to have its gradient of this step. A parameter that was frozen
-        during the step is to have what came before."""
+        """True if the parameter is to have its gradient, also if it was frozen in this step."""
         return pair.sharded.requires_grad or pair in self._frozen_late
 
     def attach_grads(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,6 +243,17 @@ def test_meshes_of_fsdp2(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrapped(model(), mesh=_mesh((2, 2), *names.split()))
+
+
+@pytest.mark.parametrize(("first", "warns"), [("dp_shard", True), ("dp_replicate", False)])
+@on_ranks(2)
+def test_replicas_that_are_named_like_shards(rank: int, first: str, warns: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(first, "cp"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ours(nn.Linear(2, 2), mesh=mesh)
+    texts = [str(one.message) for one in said]
+    assert any("'dp_shard' is one of replicas" in text for text in texts) == (warns and rank == 0)
 
 
 @on_ranks(4)

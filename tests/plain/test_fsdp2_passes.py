@@ -26,6 +26,7 @@ CHECKS = (
     "plain/fsdp2_model.py",
     "plain/optimizer_rows.py",
     "plain/listed.py",
+    "plain/joined.py",
 )
 
 STEPS = 3
@@ -357,3 +358,38 @@ def test_one_rank_reads_parameters_after_a_forward_that_leaves_layers_out(rank: 
     if rank == 0:
         assert all(hasattr(param, "full_tensor") for param in made.parameters())
     torch.distributed.barrier()
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(10, 23)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def _puts_adapters(made: Any) -> None:
+    made.blocks[0].up = Adapted(made.blocks[0].up)
+
+
+def _registers(made: Any) -> None:
+    made.blocks[0].up.register_parameter("gain", nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize("join", [_puts_adapters, _registers])
+@on_ranks(2)
+def test_parameters_that_join_a_sharded_model(rank: int, join: Callable[[Any], None]) -> None:
+    """They are an error by name if they are trained, and are left alone otherwise."""
+    for door in (fully_shard, fully_shard_model):
+        inner = model()
+        made = door(inner)
+        made(tokens(0, 0, 0)).mean().backward()
+        join(inner)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"joined the model.*'blocks\.0\.up\."):
+                made(tokens(0, 0, 0))
+        inner.blocks[0].up.requires_grad_(False)
+        made(tokens(0, 0, 0)).mean().backward()
