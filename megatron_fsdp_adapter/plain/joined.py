@@ -36,9 +36,9 @@ class JoiningParameters:
                 found.append(name)
         if found:
             raise RuntimeError(
-                f"{len(found)} trainable parameters joined the model after it was sharded: "
-                f"{found[:4]}. Each rank would train its own. Add them before the model runs and "
-                "before its parameters are read, or freeze them"
+                f"{len(found)} trainable parameters joined the model after it was sharded "
+                f"({found[:4]}), so each rank would train its own. Add them before the model runs "
+                "and before its parameters are read, or freeze them"
             )
         self._seen = _look(module)
 
