@@ -30,8 +30,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
 )
+from torch.distributed.tensor import DTensor
 
 from ..core.engine.step import RootCall
+from ..core.engine.tensor_parallel import problem_of
 from ..core.problems import raise_problems
 from ..plan.module_problems import computes_itself, parameter_problems
 from ..state.not_copyable import NotCopyable
@@ -340,7 +342,7 @@ def fully_shard(
     # All are checked before one is changed.
     for one in modules:
         with unsharded_reads(one):
-            _check(one, shard_placement_fn, options.ignored, options.groups)
+            _check(one, shard_placement_fn, options)
     for one in modules:
         model = Model(weakref.ref(one))
         one.__dict__[MARK] = Mark(options, model)
@@ -357,19 +359,23 @@ def fully_shard(
 def _check(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any] | None,
-    ignored: Collection[nn.Parameter],
-    groups: MeshGroups,
+    options: FullyShardOptions,
 ) -> None:
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
-    skipped = {id(param) for param in ignored}
+    skipped = {id(param) for param in options.ignored}
     of_other_classes = set()
     for name, param in module.named_parameters():
-        if computes_itself(param) and id(param) not in skipped:
+        if id(param) in skipped:
+            continue
+        if isinstance(param, DTensor):
+            problem = problem_of(param, options.mesh)
+            found += [f"parameter {name} ({tuple(param.shape)}): {problem}"] if problem else []
+        elif computes_itself(param):
             of_other_classes.add(name)
     found += parameter_problems(module, of_other_classes.__contains__)
     if placement_of is not None:
-        found += _placement_problems(module, placement_of, ignored, groups)
+        found += _placement_problems(module, placement_of, options.ignored, options.groups)
     raise_problems(SUBJECT, found)
 
 

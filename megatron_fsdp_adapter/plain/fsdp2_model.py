@@ -21,6 +21,7 @@ from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
+from ..core.dtensor.uneven import dtensor_over
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -29,6 +30,7 @@ from ..core.engine.partition import (
     unit_modules,
     units_that_look_up,
 )
+from ..core.engine.tensor_parallel import as_managed, sharded_place
 from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
 from ..plan.module_problems import module_problems
@@ -247,9 +249,12 @@ def show_on_meta(module: Any) -> bool:
     mesh = _domain(root).mesh
     replicas = [Replicate()] * (mesh.ndim - 1)
     for one in managed:
-        param = one.param
-        like = param.detach().view(param.shape or (1,))  # a scalar is one row
+        param = one.in_module
+        like = one.param.detach().view(one.param.shape or (1,))  # a scalar is one row
         made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
+        if one.dtensor is not None:
+            place = sharded_place(param, mesh, [*replicas, Shard(0)])
+            made = dtensor_over(made._local_tensor, *place)
         # The DTensor of an earlier call, if there was one: optimizers may have it.
         shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
         shown._fsdp_plain = param  # for `unsharded_reads`, which puts it back
@@ -301,7 +306,8 @@ def _params_to_shard(
 ) -> list[ManagedParam]:
     """Parameters of `root` and the modules in it that no call ignores, with their units."""
     ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
-    return [one for one in managed_params(root, units) if id(one.param) not in ignored]
+    found = [one for one in managed_params(root, units) if id(one.param) not in ignored]
+    return [as_managed(one) for one in found]
 
 
 def _domain(root: nn.Module) -> ShardDomain:
@@ -322,7 +328,7 @@ def _domain(root: nn.Module) -> ShardDomain:
 def _engine(root: nn.Module) -> UserLoopEngine:
     """The engine that shards `root`. Collective. Raises as `_build`."""
     options = [mark.options for _, mark in marked(root)]
-    names = {one.fqns[0] for one in _params_to_shard(root)}
+    names = {one.fqns[0] for one in _params_to_shard(root) if one.dtensor is None}
     problems = _options_that_differ(options)
     problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
     raise_problems(SUBJECT, problems)
@@ -375,8 +381,8 @@ def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan
         if plan.strategy is not None:  # its weights stay after forward
             gathers = functools.partial(_gathers_for_read, weakref.ref(engine), unit.ordinal)
             for group in unit.groups:
-                for param in group.params:
-                    param._fsdp_reach = gathers  # type: ignore[attr-defined]
+                for entry in group.managed:
+                    entry.in_module._fsdp_reach = gathers  # type: ignore[attr-defined]
 
 
 def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:

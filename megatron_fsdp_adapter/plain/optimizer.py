@@ -32,6 +32,12 @@ def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
             f"optimizer: {foreign} of its {len(params)} parameters are not from a "
             "sharded model. Make it from fully_shard_model(...).parameters()"
         )
+    split = sum(not hasattr(param, "fsdp_layout_ref") for param in params)
+    if split:
+        raise ValueError(
+            f"optimizer: {split} of its parameters are also split over ranks of tensor "
+            "parallelism, which fully_shard_optimizer does not support. Use the optimizer as it is"
+        )
     return engines_behind(params)
 
 

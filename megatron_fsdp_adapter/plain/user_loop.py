@@ -447,6 +447,7 @@ class UserLoopEngine(FsdpEngine):
                 is_trained = pair in self._frozen  # it was frozen, and this has changed
                 if not is_trained and self.has_grads:
                     self._frozen_late.add(pair)
+                pair.managed.param.requires_grad = is_trained
                 pair.unsharded.requires_grad = is_trained
                 pair.sharded.requires_grad = is_trained
         self._frozen ^= {*changed}

@@ -33,6 +33,7 @@ from .launches import REDUCED, REDUCED_OUTER
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduction import DomainReduce, Scaled
+from .tensor_parallel import show_gathered, take_local_tensors
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -145,6 +146,7 @@ def build_units(
     slots = unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
         prepare(plan)
+        take_local_tensors(plan)
         values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
         groups = []
         for key, managed in plan.groups.items():
@@ -162,6 +164,7 @@ def build_units(
                 values=values,
             )
             groups.append(group)
+        show_gathered(plan)
         strategy = config.for_unit(plan.strategy).strategy
         unit = Unit(plan, ordinal, groups, strategy, quantized)
         units.append(unit)

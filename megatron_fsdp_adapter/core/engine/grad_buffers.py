@@ -21,6 +21,7 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 
 from .buffer import GroupShards, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
 from .partition import ManagedParam, unchecked
+from .tensor_parallel import forget_partial
 from .wgrad import FusedWgrad
 
 
@@ -105,6 +106,7 @@ class GradBuffers:
         self.name = name  # of the group
         self.shards = shards  # of the group's layout
         self.slot = slot  # fixed memory of the bucket, or none
+        self._managed = managed  # names and places of the parameters
         self._params = [entry.param for entry in managed]  # unsharded ones, in layout order
         # The progress in this step.
         self.state = GradState.EMPTY
@@ -192,6 +194,11 @@ class GradBuffers:
         if not collects_in_bucket or self.slot.memory is not None:
             return False
         return self.bucket.tensor.dtype == self.main.tensor.dtype
+
+    @functools.cached_property
+    def has_own_dtype(self) -> bool:
+        """True if gradients are collected in the dtype in which autograd leaves them."""
+        return all(param.dtype == self.collected.tensor.dtype for param in self._params)
 
     def keep(self, kept: bool) -> None:
         """Keeps gradients over microbatches from now on, or no longer, if `can_be_kept`."""
@@ -336,6 +343,8 @@ class GradBuffers:
         unsharded parameters."""
         if collected:
             self._take_off()
+            with unchecked():
+                forget_partial(self._managed)
         self.advance(GradState.EMPTY)
         self.given = frozenset()
         self.direct.close()

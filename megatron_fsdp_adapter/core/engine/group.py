@@ -77,6 +77,7 @@ class ParamGroup:
         self.managed = managed  # names and places of `params`
         self.layout = layout  # offsets of `params` in the flat buffer
         self.params = [entry.param for entry in managed]  # unsharded ones, in layout order
+        self.in_modules = [entry.in_module for entry in managed]  # the ones that modules have
         # Whether the shard axis has one rank.
         self.is_single_rank = key.domain in config.whole
         # The shards of the layout, and buffers over them.

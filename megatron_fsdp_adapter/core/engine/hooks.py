@@ -72,7 +72,7 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
     with unchecked(), torch.enable_grad():
         for group in groups:
             if group.key.requires_grad:
-                for param in group.params:
+                for param in group.in_modules:
                     if param.requires_grad and _accumulates(param):
                         return True
     return False
@@ -446,7 +446,7 @@ def register(engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Modu
 
 
 def _ids_of(groups: Iterable[ParamGroup]) -> set[int]:
-    return {id(param) for group in groups for param in group.params}
+    return {id(param) for group in groups for param in group.in_modules}
 
 
 def register_unit(engine: Any, unit: Unit, module: nn.Module, ends: bool) -> None:

@@ -35,6 +35,7 @@ from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
 from .group import ParamGroup
 from .partition import ManagedParam
+from .tensor_parallel import sharded_place
 
 
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
@@ -58,6 +59,9 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
     stride = torch.empty(shape, device="meta").stride()
+    shown = group.managed[index].dtensor
+    if shown is not None:
+        return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
     if group.config.even_rows and is_split_as_by_torch(group):
         return dtensor_over(local, group.domain.mesh, placements, shape, stride)
     return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
@@ -117,7 +121,8 @@ class ParamPair:
 
     @property
     def unsharded(self) -> nn.Parameter:
-        return self.managed.param
+        """The parameter that modules show while its unit is unsharded."""
+        return self.managed.in_module
 
     @property
     def spec(self) -> ParamSpec:
@@ -199,7 +204,7 @@ class ParameterSwitch:
             managed = pair.managed
             for (module, name), fqn in zip(managed.slots, managed.fqns, strict=True):
                 params = module._parameters
-                self._slots.append((params, name, managed.param, pair.sharded, fqn))
+                self._slots.append((params, name, managed.in_module, pair.sharded, fqn))
 
     def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
         """Shows unsharded or sharded parameters. Runs `before` first, if that is a change.
@@ -277,6 +282,29 @@ class ReshardedParameter(nn.Parameter):
         if getattr(param, "_fsdp_reach", lambda: False)():
             return func(*args, **(kwargs or {}))
         raise _not_gathered(getattr(func, "__name__", func), param)
+
+
+def _read_of_dtensor(name: str) -> Callable[..., Any]:
+    """The method `name` of a resharded DTensor, which torch calls without `__torch_function__`."""
+
+    def method(param: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(param, "_fsdp_reach", lambda: False)():
+            return getattr(param, name)(*args, **kwargs)  # its class is DTensor now
+        raise _not_gathered(name, param)
+
+    return method
+
+
+class ReshardedDTensor(DTensor):
+    """Class of a module's DTensor while its unit's weights are resharded or stale; see
+    `ReshardedParameter`."""
+
+    __slots__ = ()
+    _fsdp_resharded = True
+    __torch_function__ = ReshardedParameter.__dict__["__torch_function__"]
+    to_local = _read_of_dtensor("to_local")
+    full_tensor = _read_of_dtensor("full_tensor")
+    redistribute = _read_of_dtensor("redistribute")
 
 
 def _assign_data(param: Any, value: torch.Tensor) -> None:

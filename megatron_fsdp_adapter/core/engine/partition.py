@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -90,6 +90,8 @@ class ManagedParam:
     split: the dim along which the model itself split the whole tensor over the last axis of its
         mesh; None if it is whole, or if there is no such axis.
     writer: how its gradient is written.
+    dtensor: the parameter that modules have, if that is a DTensor over `param`
+        (`tensor_parallel.py`); None if modules have `param` itself.
     format: of its compute weights, if they are quantized; None for others.
     compute_dtype: of its compute weights; None for its own dtype, which quantized weights and
         integers have with any value.
@@ -104,6 +106,16 @@ class ManagedParam:
     writer: WgradProtocol = WgradProtocol.AUTOGRAD
     format: WeightFormat | None = None
     compute_dtype: torch.dtype | None = None
+    dtensor: nn.Parameter | None = None
+
+    @property
+    def in_module(self) -> nn.Parameter:
+        """The parameter that modules have."""
+        return self.param if self.dtensor is None else self.dtensor
+
+    def over(self, local: nn.Parameter) -> ManagedParam:
+        """This one with `local` in place of the parameter that modules have."""
+        return replace(self, param=local, dtensor=self.param)
 
     @property
     def key(self) -> GroupKey:
@@ -132,7 +144,7 @@ class ManagedParam:
 
         One may have been shown before there was memory, and an optimizer may have it already. That
         one is returned, and becomes what `made` is. Otherwise `made` is returned."""
-        shown: nn.Parameter = vars(self.param).pop("_fsdp_shown", made)
+        shown: nn.Parameter = vars(self.in_module).pop("_fsdp_shown", made)
         if shown is not made:
             torch.utils.swap_tensors(shown, made)
         return shown

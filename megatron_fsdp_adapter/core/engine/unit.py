@@ -20,15 +20,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .grad_buffers import GradState
 from .group import ParamGroup
-from .params import GatheredParameter, PresentParameter, ReshardedParameter
+from .params import (
+    GatheredParameter,
+    PresentParameter,
+    ReshardedDTensor,
+    ReshardedParameter,
+)
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
+from .tensor_parallel import keep_partial
 
 
 class Phase(enum.Enum):
@@ -108,6 +115,8 @@ class Unit:
         self.phase = Phase.READY  # of its compute weights
         self._library = library  # of the weights of `quantized`
         params = [(group, param) for group in groups for param in group.params]
+        shown = [one.dtensor for group in groups for one in group.managed]
+        dtensors = [param for param in shown if param is not None]
         # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
         # Those whose weights are not main weights: what is written to them is lost.
@@ -116,8 +125,10 @@ class Unit:
         self._versions = self._count_writes()
         # Classes of the parameters while their weights are there.
         self._own_classes = [(param, _present_class(group, type(param))) for group, param in params]
+        self._own_classes += [(param, DTensor) for param in dtensors]
         # And while they are not.
         self._guarding = [(param, self._guard_class(group, type(param))) for group, param in params]
+        self._guarding += [(param, ReshardedDTensor) for param in dtensors]
         for group in groups:
             _label(group, f"unit {self.name}")
 
@@ -169,6 +180,8 @@ class Unit:
             if group.grads.state is not GradState.ACCUMULATED:
                 is_first = group.grads.state is GradState.EMPTY
                 group.grads.keep(is_first and bool(self.defers))
+            is_kept = bool(self.defers) and group.grads.is_kept
+            keep_partial(group.managed, is_kept and group.grads.has_own_dtype)
         self._count_kept_grads()
 
     @property
@@ -279,7 +292,8 @@ def _present_class(group: ParamGroup, original: type) -> type:
 def _label(group: ParamGroup, unit: str) -> None:
     """Labels parameters and buffers, for messages."""
     for entry in group.managed:
-        entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
+        for param in (entry.param, entry.in_module):
+            param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
     for full in group.weights.unsharded:
         name = f" ({full.plane.name})" if group.key.quantized else ""
         full.label = f"the gathered weights{name} of {unit}"
