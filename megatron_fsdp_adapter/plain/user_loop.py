@@ -303,8 +303,7 @@ class UserLoopEngine(FsdpEngine):
             self._zero_if_absent.difference_update(groups)
 
     def grads_finished(self) -> None:
-        """Runs `register_post_accumulate_grad_hook` of the sharded parameters that were given a
-        gradient."""
+        """Runs `register_post_accumulate_grad_hook` of parameters that were given a gradient."""
         super().grads_finished()
         # One backward may have ended several forwards, each of which was counted.
         self.step.forget_forwards()
@@ -356,8 +355,7 @@ class UserLoopEngine(FsdpEngine):
         refuse_assigned_data(self.pairs)
 
     def _look_at_left_grads(self) -> None:
-        """Forgets what a backward that raised has left. RuntimeError if one that no hook has seen
-        has left any."""
+        """Forgets gradients of a backward that raised; refuses those that no hook has seen."""
         if self.step.backward.has_raised:
             self.recover()
         if self.step.is_between_passes:

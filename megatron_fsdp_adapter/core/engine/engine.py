@@ -217,7 +217,7 @@ class FsdpEngine(Microbatches):
     def begin_backward(self) -> Backward:
         """The backward that runs; the first call begins it."""
         before = self.step.backward
-        if before.running and not before.has_raised:
+        if before.running and before.known() is not None:
             return before
         if before.running and self.step.running in (None, RootCall.RAISED):
             self.recover()

@@ -19,7 +19,7 @@ CORE = Path(megatron_fsdp_adapter.__file__).parent / "core"
 GATHER = ("hooks", "engine", "gather", "unit", "weight_buffers", "buffer", "device", "communicator")
 
 WALKS = {
-    "forward": {*GATHER},
+    "forward": {*GATHER, "transforms"},
     "backward": {*GATHER, "reduce", "reduction", "grad_buffers"},
 }
 """Another module on the way is decided, and not drifted into."""
