@@ -72,6 +72,8 @@ FOR_GPUS = {
     "test_fsdp_root_not_initialized": FSDP1,
     "test_shared_weight": FSDP1,
     "test_save_with_fsdp1": FSDP1,
+    "test_save_with_tp": "torch's accelerator",
+    "test_save_with_fsdp2_tp": "torch's accelerator",
     "test_activation_ckpt_fqns_fsdp1": FSDP1,
 }
 """Those that tell nothing on a CPU: torch's own fails as well, or does not end."""
@@ -86,23 +88,14 @@ OF_OLD_RELEASES = {
 }
 """Tests of PyTorch 2.6 that torch 2.13 fails with its own FSDP2."""
 
-PARALLEL = "refused: DTensor parameters of tensor parallelism"
 EXTENSIONS = "refused: tensor subclasses with gather extensions"
 DIFFERS = {
-    "NDTraining": PARALLEL,
-    "3DTraining": PARALLEL,
-    "DTensor": PARALLEL,
-    "2d_init": PARALLEL,
-    "2d_state_dict": PARALLEL,
-    "_2d_transformer": PARALLEL,
-    "_tp_": PARALLEL,
-    "test_gradient_scaler": PARALLEL,
     "FullyShardAllGatherExtensions": EXTENSIONS,
     "test_to_float64_after_init": "refused: float64",
     "test_reset_sharded_param_in_lazy_init": "refused: a parameter replaced after to_empty",
     "test_mixed_dtypes_no_grad_param": "refused: frozen parameters of 8-bit floats",
-    "test_set_reduce_scatter_divide_factor": "refused: a factor for a model that is sharded",
     "1d_transformer_shard_largest_dim": "the dim is a hint: rows are sharded",
+    "2d_transformer_shard_diff_dim": "the dim is a hint: rows are sharded",
     "test_init_1d_uneven_shard_largest_dim": "the dim is a hint, so uneven parts are not refused",
     "test_shared_params_separate": "weights that units share are trained, not refused",
     "test_raise_scalar_parameter": "a scalar is sharded, not refused",
