@@ -57,7 +57,7 @@ class Writing:
         if blocking:
             concurrent.futures.wait([self.future])
             return True
-        everywhere = torch.tensor(int(self.future.done()))
+        everywhere = torch.tensor(int(self.future.done()), device="cpu")
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.ranks.group)
         return bool(everywhere)
 

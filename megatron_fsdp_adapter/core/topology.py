@@ -115,6 +115,6 @@ def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
         raise ValueError(
             f"the groups {given} of rank {here} do not make a mesh: its ranks would be {ranks}"
         )
-    mesh = torch.tensor(ranks).view([axis.size for axis in axes])
+    mesh = torch.tensor(ranks, device="cpu").view([axis.size for axis in axes])
     groups = [axis.group for axis in axes]
     return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=names)

@@ -191,7 +191,7 @@ def kernel_of(device: torch.device) -> UpdateKernel | None:
 def _correction(beta: float, step: int) -> float:
     """1 - beta**step, of float32 `beta`, as Transformer Engine computes it: in float64, rounded
     once."""
-    return 1 - torch.tensor(beta, dtype=torch.float32).item() ** step
+    return 1 - torch.tensor(beta, dtype=torch.float32, device="cpu").item() ** step
 
 
 def takes(lists: Lists) -> bool:

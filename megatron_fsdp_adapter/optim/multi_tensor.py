@@ -124,7 +124,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copies to the device without waiting for it."""
-    made = torch.tensor(values, dtype=dtype)
+    made = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return made
     return made.pin_memory().to(device, non_blocking=True)

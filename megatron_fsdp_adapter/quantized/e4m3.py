@@ -196,13 +196,13 @@ class Cast:
             main_at, first_plane_at = where[:2]
             if any(value % HINT for value in (numbers[-1], main_at, first_plane_at)):
                 aligned = False
-        programs = torch.tensor(counts)
-        line = torch.repeat_interleave(torch.arange(len(counts)), programs)
+        programs = torch.tensor(counts, device="cpu")
+        line = torch.arange(len(counts), device="cpu").repeat_interleave(programs)
         firsts = programs.cumsum(0) - programs
-        within = torch.arange(len(line)) - firsts[line]
+        within = torch.arange(len(line), device="cpu") - firsts[line]
         work = torch.stack([line, within], 1).to(torch.int32)
         return CastTable(
-            lines=torch.tensor(lines).to(main.device),
+            lines=torch.tensor(lines, device="cpu").to(main.device),
             work=work.to(main.device),
             main=main.dtype,
             rounded=self.rounded,
@@ -294,7 +294,7 @@ class BlockCast(Cast):
             rows = own.rows
             numbers.append([rows.start, rows.stop, own.blocks_across, own.shape[0]])
         line, within = table.work.cpu().long().unbind(1)
-        start, stop, across, height = torch.tensor(numbers)[line].unbind(1)
+        start, stop, across, height = torch.tensor(numbers, device="cpu")[line].unbind(1)
         top = (start // BLOCK + within // across) * BLOCK
         bottom = torch.minimum(top + BLOCK, height)
         whole = (top >= start) & (bottom <= stop)

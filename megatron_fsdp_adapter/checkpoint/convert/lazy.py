@@ -41,7 +41,7 @@ class LazyTensor:
     def block(self, box: Box) -> torch.Tensor:
         """The block `box` (offsets, sizes) as a new contiguous CPU tensor."""
         offsets, sizes = box
-        out = torch.empty(sizes, dtype=self.dtype)
+        out = torch.empty(sizes, dtype=self.dtype, device="cpu")
         self.fill(offsets, out)
         return out
 

@@ -105,7 +105,7 @@ def from_optimizer_state(
             group.pop(_STEP, None)
         # torch's Adam stores a float (from a tensor per parameter), fused Adam an int in the group.
         if isinstance(group.get(_STEP), float):
-            steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32)
+            steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32, device="cpu")
         groups[name] = group
     return groups, steps
 

@@ -135,7 +135,7 @@ class LaunchComparison:
         if all(number == 1 for number in numbers):
             row[2:].fill_(1)
         else:
-            row[2:].copy_(torch.tensor(numbers), non_blocking=True)
+            row[2:].copy_(torch.tensor(numbers, device="cpu"), non_blocking=True)
         return table
 
     def _fetch(self, started: _Comparison) -> None:

@@ -117,7 +117,7 @@ class Runtime(Protocol):
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """uint8, zero, in host memory that copies to and from the device need not wait for."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def block(self, event: Any) -> None:
         """Blocks the host until `event` has happened."""
@@ -239,7 +239,7 @@ class CudaRuntime(Runtime):
         """Nothing: what is submitted is enqueued at once."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
@@ -269,7 +269,7 @@ MAX_THREADS = 8
 def host_pages(nbytes: int) -> torch.Tensor:
     """uint8, zero, in memory of its own, whose pages are all there."""
     if nbytes == 0:
-        return torch.zeros(0, dtype=torch.uint8)
+        return torch.zeros(0, dtype=torch.uint8, device="cpu")
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # advice: there may be none
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -24,7 +24,10 @@ from megatron_fsdp_adapter.core.runtime.device import (
     COMPUTE,
     GATHER,
     REDUCE,
+    CudaRuntime,
     HostRuntime,
+    host_pages,
+    make_runtime,
 )
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 from tests.lib.engine.pretended import pretended_world
@@ -323,3 +326,20 @@ def test_a_warning_is_said_by_one_rank(is_known, rank, local, of_host, expected,
         warnings.simplefilter("always")
         warn("slower", of_host=of_host)
     assert len(found) == expected
+
+
+def test_memory_for_the_host_is_there_whatever_the_default_device() -> None:
+    """Programs set it to "cuda", for which "meta" stands here."""
+    copied = []
+    empty = torch.empty
+
+    def kept(*size: Any, **options: Any) -> torch.Tensor:
+        copied.append(options["device"])
+        return empty(*size, **{**options, "pin_memory": False})
+
+    with torch.device("meta"):
+        assert make_runtime(torch.device("cpu")).host_memory(8).device.type == "cpu"
+        assert host_pages(0).device.type == "cpu"
+        with mock.patch("torch.empty", kept), mock.patch("torch.cuda.Event"):
+            CudaRuntime.fetch(mock.Mock(), torch.ones(2, device="cpu"))
+    assert copied == ["cpu"]
