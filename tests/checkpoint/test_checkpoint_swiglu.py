@@ -89,7 +89,7 @@ def _sharded() -> DTensor:
 
 def test_preprocess_names_what_has_no_chunks(one_rank: None) -> None:
     good = _sharded()
-    lost = DTensor(good._local_tensor, good._spec, requires_grad=False)
+    lost = DTensor(good._local_tensor[1:], good._spec, requires_grad=False)
     state = {"model": {"good": good, "lost": lost, "plain": torch.zeros(2)}}
     with pytest.raises(ValueError, match=r"1 sharded DTensors carry no chunks: model\.lost\. Take"):
         megatron_names.preprocess_state_dict_for_uneven_dtensor(state)

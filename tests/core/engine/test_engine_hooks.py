@@ -268,7 +268,9 @@ def test_which_backwards_accumulate(kind: str) -> None:
     run, expected = BACKWARDS[kind]
     weight = nn.Parameter(torch.ones(3))
     unused = nn.Parameter(torch.ones(3))
-    group: Any = SimpleNamespace(params=[unused, weight], key=SimpleNamespace(requires_grad=True))
+    group: Any = SimpleNamespace(
+        in_modules=[unused, weight], key=SimpleNamespace(requires_grad=True)
+    )
     x = torch.ones(3, requires_grad=True)
     told = []
     hidden = x * 2
