@@ -32,10 +32,10 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     param = pair.sharded
     held = pair.group.shards.held
     _copy_attributes(pair.unsharded, param)
-    rows = held.range(pair.index)
-    ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     if pair.managed.dtensor is not None:  # torch knows its place, over both meshes
         return
+    rows = held.range(pair.index)
+    ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
     for value in (param, pair.grad):

@@ -26,8 +26,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
-from ..core.layout.planner import divide_up
-from ..core.layout.ranges import Shape
+from ..core.layout.ranges import Shape, divide_up
 from ..core.problems import raise_problems
 from ..quantized import dequantized, scales_of
 from .export_source import Described, Source, sources

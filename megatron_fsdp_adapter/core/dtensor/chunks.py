@@ -25,9 +25,9 @@ from megatron_fsdp_adapter.core.dtensor.uneven import (
     UnevenDTensor,
     chunks_of,
     dtensor_over,
-    even_chunks,
     is_replicated,
     own_chunks,
+    placed_chunks,
 )
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import (
@@ -109,9 +109,9 @@ class LayoutRef:
 
 def lacks_chunks(value: Any) -> bool:
     """True for a sharded DTensor whose place in the whole is unknown."""
-    if not isinstance(value, DTensor) or chunks_of(value) is not None or is_replicated(value):
+    if not isinstance(value, DTensor) or is_replicated(value):
         return False
-    return type(value) is not DTensor or even_chunks(value) is None
+    return placed_chunks(value) is None
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:

@@ -401,11 +401,15 @@ def even_chunks(dtensor: DTensor) -> Chunks | None:
     return Chunks((box,))
 
 
-def own_chunks(dtensor: DTensor) -> Chunks:
-    """`chunks_of` a DTensor, or the even ones of a DTensor of torch's; ValueError without."""
+def placed_chunks(dtensor: DTensor) -> Chunks | None:
+    """`chunks_of` a DTensor, or the even ones of a DTensor of torch's; None without."""
     found = chunks_of(dtensor)
-    if found is None and type(dtensor) is DTensor:
-        found = even_chunks(dtensor)
+    return even_chunks(dtensor) if found is None and type(dtensor) is DTensor else found
+
+
+def own_chunks(dtensor: DTensor) -> Chunks:
+    """`placed_chunks` of a DTensor; ValueError if it has none."""
+    found = placed_chunks(dtensor)
     if found is None:
         raise ValueError(
             f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "

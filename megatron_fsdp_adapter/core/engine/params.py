@@ -52,6 +52,9 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     if group.domain.outer is not None:
         placements.append(Shard(0) if group.shards.splits_outer else Replicate())
     placements.append(Shard(0) if group.shards.splits_axis else Replicate())
+    shown = group.managed[index].dtensor
+    if shown is not None:
+        return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
     if group.domain.mesh.ndim > len(placements):
         split = group.managed[index].split
         placements.append(Replicate() if split is None else Shard(split))
@@ -59,9 +62,6 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
     stride = torch.empty(shape, device="meta").stride()
-    shown = group.managed[index].dtensor
-    if shown is not None:
-        return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
     if group.config.even_rows and is_split_as_by_torch(group):
         return dtensor_over(local, group.domain.mesh, placements, shape, stride)
     return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from .format import WeightFormat, plain
-from .ranges import EMPTY, FlatRange, Shape, split_evenly
+from .ranges import EMPTY, FlatRange, Shape, divide_up, split_evenly
 
 
 def row_granularity(shape: Shape) -> int:
@@ -99,7 +99,7 @@ def even_shard_numel(spec: ParamSpec, num_shards: int) -> int:
     """Elements of the largest shard of `spec`, if its rows are split as `torch.chunk` splits them.
     That is the split of torch's `Shard(0)`."""
     rows = spec.layout_shape[0]
-    return -(-rows // num_shards) * (spec.numel // rows)
+    return divide_up(rows, num_shards) * (spec.numel // rows)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from .group import GroupLayout, ParamSpec, Placement, Segment, even_shard_numel
+from .ranges import divide_up
 
 Offsets = tuple[tuple[int, int], ...]
 """(number of the item in its group, its first element counted from the segment's start)."""
@@ -33,11 +34,6 @@ class Packing:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return divide_up(value, multiple) * multiple
-
-
-def divide_up(value: int, by: int) -> int:
-    """The quotient, rounded up."""
-    return -(-value // by)
 
 
 def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:

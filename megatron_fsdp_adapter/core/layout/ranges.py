@@ -50,6 +50,11 @@ class FlatRange:
 EMPTY = FlatRange(0, 0)
 
 
+def divide_up(value: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // by)
+
+
 def shift_box(box: Box, by: Shape) -> Box:
     """The block, moved along each dimension by so many elements of `by`."""
     offsets, sizes = box
