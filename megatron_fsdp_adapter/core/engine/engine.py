@@ -269,7 +269,7 @@ class FsdpEngine(Microbatches):
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are known: reshards it, and reduces it if that is due."""
         backward = self.step.backward
-        backward.done[unit.ordinal] = None
+        backward.done[unit.ordinal] = backward.calls[unit.ordinal]
         if unit.ordinal not in backward.around:
             unit.busy = False
             self.gather.reshard_unless_next(unit)
@@ -310,10 +310,14 @@ class FsdpEngine(Microbatches):
                 self.finish_grads()
 
     def _complete_at_end(self, unit: Unit) -> None:
-        if unit.ordinal not in self.step.backward.done:
+        backward = self.step.backward
+        if unit.ordinal not in backward.done:
             self.complete(unit)
             return
-        is_late = any(group.grads.has_untaken() for group in unit.trainable_groups)
+        # Further calls count on all ranks, also if they gave weights no gradient on this one.
+        is_late = backward.calls[unit.ordinal] > backward.done[unit.ordinal]
+        if not is_late:
+            is_late = any(group.grads.has_untaken() for group in unit.trainable_groups)
         if is_late and unit.keeps_grads:
             with torch.no_grad():
                 self.late_seen |= self.reduce.reduce_late_grads(unit)

@@ -53,8 +53,8 @@ class Backward:
     known: Callable[[], Any] = lambda: True
     # By ordinal, how many calls of a unit have all their gradients.
     calls: Counter[int] = field(default_factory=Counter)
-    # Ordinals of completed units, in that order.
-    done: dict[int, None] = field(default_factory=dict)
+    # By ordinals of completed units, in that order: `calls` of the unit when it was completed.
+    done: dict[int, int] = field(default_factory=dict)
     # The unit whose module has returned last; None before, and when a unit is called in backward.
     last_returned: Unit | None = None
 

@@ -112,6 +112,28 @@ class Repeating(Chain):
     times = 3
 
 
+class OnFirstRank(Block):
+    """Passes its input on, except on the first rank."""
+
+    computes = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(x) if self.computes else x
+
+
+class PartsOnFirstRank(Chain):
+    block = OnFirstRank
+
+
+def two_forwards_in_a_loss(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """Weights that only the first rank uses get gradients from two forwards in one backward."""
+    for block in model.modules():
+        if isinstance(block, OnFirstRank):
+            block.computes = rank == 0
+    difference = model(inputs(step, 0, rank)) - model(inputs(step, 1, rank))
+    difference.square().mean().backward()
+
+
 # Gradients of inputs.
 
 
@@ -237,6 +259,10 @@ LATE_LOOPS: dict[str, Loop] = {
         "teacher first": {"drive": teacher_first},
         "microbatches in one autocast": {"drive": microbatches_in_one_context},
         "evaluation in between": {"kind": Repeating, "drive": evaluation_in_between},
+        "parts of one rank in a joint loss": {
+            "kind": PartsOnFirstRank,
+            "drive": two_forwards_in_a_loss,
+        },
         "saliency between backwards": {"drive": saliency_between},
         "saliency with frozen layers": {"drive": saliency_with_frozen_layers},
         "gradient penalty": {"drive": gradient_penalty},
