@@ -38,6 +38,7 @@ from ..core.problems import raise_problems
 from ..plan.module_problems import computes_itself, parameter_problems
 from ..state.not_copyable import NotCopyable
 from .casts import cast
+from .feedback import note_sharding
 from .fsdp2_model import (
     BUILDING,
     MARK,
@@ -329,6 +330,7 @@ def fully_shard(
         ValueError: a module or an argument that cannot be followed. Problems of the whole model are
             raised when it is sharded: at the first read of its parameters, or its first run.
     """
+    note_sharding()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     options = FullyShardOptions(
         groups=data_parallel_groups(mesh, dp_mesh_dims),

@@ -39,6 +39,7 @@ from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_addresses
 from .building import mark_shards, trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
+from .feedback import announce
 from .mesh import MeshGroups, rank_count
 from .user_loop import UserLoopEngine
 
@@ -225,6 +226,8 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
             )
         _build(root)
     assert model.engine is not None
+    if runs:
+        announce(root_of(module), model.engine)
     return model.engine
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from torch.distributed.fsdp._fully_shard import _fully_shard as implementation
 
+from .feedback import expect_nothing, expect_sharding
 from .fsdp2 import fully_shard
 
 ORIGINAL = implementation.fully_shard
@@ -17,11 +18,13 @@ REPLACED = "_fsdp_adapter_replaced"
 def use_as_fsdp2() -> list[str]:
     """Puts `fully_shard` in the place of torch's in every imported module that has it, also in the
     modules of torch from which others import it later. A later call finds modules that were
-    imported in between. Models that are sharded already stay as they are.
+    imported in between. Models that are sharded already stay as they are. At exit the first rank is
+    warned if it has trained, and nothing has called `fully_shard`.
 
     Returns:
         The places where it was put, as "module.name".
     """
+    expect_sharding()
     places = []
     for module in _modules():
         places += [(module, name) for name, value in vars(module).items() if value is ORIGINAL]
@@ -33,6 +36,7 @@ def use_as_fsdp2() -> list[str]:
 
 def leave_fsdp2() -> list[str]:
     """Puts torch's function back; returns the places, as "module.name"."""
+    expect_nothing()
     places = []
     for module in _modules():
         for name in vars(module).pop(REPLACED, []):

@@ -33,8 +33,13 @@ class Known:
 
 # fmt: off
 KNOWN = (
-    Known(r"wrong: .*\bdrop a gradient, (evaluation with gradients|no backward)\b.*",
-          "after that evaluation a module's own weight is the unsharded one; torch's as well"),
+    Known(r"wrong: .*\bdrop a gradient, "
+          r"(evaluation with gradients|no backward|raises in forward)\b.*",
+          "after that forward a module's own weight is the unsharded one; torch's as well"),
+    Known(r"wrong: .*\b(evaluation with gradients|no backward|saliency)\b.*\bunshard a block\b.*",
+          "modules list the weights that unshard() shows, without gradients; torch's as well"),
+    Known(r"error: KeyError: N",
+          "unshard() shows weights that no optimizer has; get_optimizer_state_dict, torch's too"),
     Known(r"wrong: .*\badopted\b.*\bzero in place\b.*",
           "zero_grad of an adopted optimizer sets gradients to None (docs/fsdp2.md)"),
     Known(r"wrong: .*\baccumulate hook\b.*\b(microbatches|no sync)\b.*",
