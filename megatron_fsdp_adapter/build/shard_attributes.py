@@ -31,6 +31,8 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     where this rank's tensor-parallel part begins; None for the origin."""
     param = pair.sharded
     held = pair.group.shards.held
+    if pair.managed.extension is not None:  # as of torch's FSDP2, it has nothing of the class
+        return
     _copy_attributes(pair.unsharded, param)
     if pair.managed.dtensor is not None:  # torch knows its place, over both meshes
         return

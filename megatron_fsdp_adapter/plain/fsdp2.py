@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from ..core.engine.step import RootCall
 from ..core.engine.tensor_parallel import problem_of
 from ..core.problems import raise_problems
-from ..plan.module_problems import computes_itself, parameter_problems
 from ..state.not_copyable import NotCopyable
+from . import extended
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
@@ -366,16 +366,13 @@ def _check(
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
     skipped = {id(param) for param in options.ignored}
-    of_other_classes = set()
     for name, param in module.named_parameters():
         if id(param) in skipped:
             continue
+        problem = extended.problem_of(param, options.offload)
         if isinstance(param, DTensor):
-            problem = problem_of(param, options.mesh)
-            found += [f"parameter {name} ({tuple(param.shape)}): {problem}"] if problem else []
-        elif computes_itself(param):
-            of_other_classes.add(name)
-    found += parameter_problems(module, of_other_classes.__contains__)
+            problem = problem or problem_of(param, options.mesh)
+        found += [f"parameter {name} ({tuple(param.shape)}): {problem}"] if problem else []
     if placement_of is not None:
         found += _placement_problems(module, placement_of, options.ignored, options.groups)
     raise_problems(SUBJECT, found)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
@@ -22,6 +22,7 @@ from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
 from ..core.dtensor.uneven import dtensor_over
+from ..core.engine.extensions import dtensor_of_rows, rows_of_rank, with_extension
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -39,6 +40,7 @@ from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_addresses
 from .building import mark_shards, trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
+from .extended import is_extended
 from .feedback import announce
 from .mesh import MeshGroups, rank_count
 from .user_loop import UserLoopEngine
@@ -249,23 +251,31 @@ def show_on_meta(module: Any) -> bool:
         managed = _params_to_shard(root)
     if not managed or not all(one.param.is_meta for one in managed):
         return False
-    mesh = _domain(root).mesh
-    replicas = [Replicate()] * (mesh.ndim - 1)
     for one in managed:
-        param = one.in_module
-        like = one.param.detach().view(one.param.shape or (1,))  # a scalar is one row
-        made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
-        if one.dtensor is not None:
-            place = sharded_place(param, mesh, [*replicas, Shard(0)])
-            made = dtensor_over(made._local_tensor, *place)
+        made = _on_meta(one, _domain(root))
         # The DTensor of an earlier call, if there was one: optimizers may have it.
-        shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
-        shown._fsdp_plain = param  # for `unsharded_reads`, which puts it back
-        vars(param)["_fsdp_shown"] = shown  # for `shown_as`, in the next call and in `_build`
+        shown: Any = one.shown_as(nn.Parameter(made, one.param.requires_grad))
+        shown._fsdp_plain = one.given  # for `unsharded_reads`, which puts it back
+        # For `shown_as`, in the next call and in `_build`.
+        vars(one.in_module)["_fsdp_shown"] = shown
         for owner, name in one.slots:
             owner._parameters[name] = shown
     model.state = ON_META
     return True
+
+
+def _on_meta(one: ManagedParam, domain: ShardDomain) -> DTensor:
+    """The DTensor without memory that is shown for a parameter on the meta device."""
+    mesh = domain.mesh
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    if one.extension is not None:
+        rows = rows_of_rank(one.given.detach(), domain.axis.rank, domain.axis.size)
+        return dtensor_of_rows(rows, mesh, placements, one.param.shape)
+    like = one.param.detach().view(one.param.shape or (1,))  # a scalar is one row
+    made = distribute_tensor(like, mesh, placements, src_data_rank=None)
+    if one.dtensor is None:
+        return made
+    return dtensor_over(made._local_tensor, *sharded_place(one.dtensor, mesh, placements))
 
 
 @for_training()
@@ -310,7 +320,11 @@ def _params_to_shard(
     """Parameters of `root` and the modules in it that no call ignores, with their units."""
     ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
     found = [one for one in managed_params(root, units) if id(one.param) not in ignored]
-    return [as_managed(one) for one in found]
+    managed = []
+    for one in found:
+        other = with_extension if is_extended(one.param) else as_managed
+        managed.append(other(one))
+    return managed
 
 
 def _domain(root: nn.Module) -> ShardDomain:
@@ -331,7 +345,8 @@ def _domain(root: nn.Module) -> ShardDomain:
 def _engine(root: nn.Module) -> UserLoopEngine:
     """The engine that shards `root`. Collective. Raises as `_build`."""
     options = [mark.options for _, mark in marked(root)]
-    names = {one.fqns[0] for one in _params_to_shard(root) if one.dtensor is None}
+    shared = _params_to_shard(root)
+    names = {one.fqns[0] for one in shared if one.in_module is one.param and not one.extension}
     problems = _options_that_differ(options)
     problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
     raise_problems(SUBJECT, problems)
@@ -368,7 +383,10 @@ def _plans(root: nn.Module) -> list[UnitPlan]:
             look_ups.add(type(child))
     entries = []
     for entry in _params_to_shard(root, units):
-        dtype = mark_on(units.get(entry.unit, root)).options.policy.param_dtype
+        policy = mark_on(units.get(entry.unit, root)).options.policy
+        dtype = policy.param_dtype
+        if entry.extension is not None:
+            entry.extension.policy = policy
         entries.append(replace(entry, format=format_of(entry), compute_dtype=dtype))
     return _joined_by_call(partition(units, entries, units_that_look_up(units, look_ups)))
 

@@ -17,6 +17,7 @@ with NCCL once (`nccl_ub`), and addresses do not change. The rules:
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -51,7 +52,8 @@ def is_owned(tensor: torch.Tensor) -> bool:
         return True
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
-    attributes = vars(tensor).values()
+    names = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+    attributes = [*vars(tensor).values(), *(getattr(tensor, name, None) for name in names)]
     return any(is_owned(value) for value in attributes if isinstance(value, torch.Tensor))
 
 

@@ -28,6 +28,7 @@ from .buffer import (
     make_slots,
     weights_in_slot,
 )
+from .extensions import hide_given, plain_parts
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
 from .partition import UnitPlan
@@ -86,6 +87,10 @@ def broadcast_weights(
             mine = [axis[key.domain] for axis in axes if key.domain in axis]
             for communicator in mine:
                 communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
+            if entry.extension is not None:
+                for part in plain_parts(entry.extension.given.detach()):
+                    _broadcast(part.view(torch.uint8), mine)
+                continue
             if quantized is not None and key.quantized:
                 share = partial(_broadcast, communicators=mine)
                 values[param] = quantized.share(param, share)
@@ -147,6 +152,7 @@ def build_units(
     for ordinal, plan in enumerate(plans):
         prepare(plan)
         take_local_tensors(plan)
+        hide_given(plan)
         values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
         groups = []
         for key, managed in plan.groups.items():

@@ -117,6 +117,8 @@ class DomainGather(NamedTuple):
     groups: Sequence[ParamGroup]
     # Output and input of each gather.
     pairs: Sequence[Pair]
+    # Weights of groups that say at each gather what else is gathered (`extensions.py`).
+    asked: Sequence[Any]
 
 
 PairsOf = Callable[[ParamGroup], Sequence[Pair]]
@@ -132,8 +134,10 @@ def _domain_gathers(
     found = []
     for domain, members in by_domain(groups).items():
         pairs = [pair for group in members for pair in pairs_of(group)]
-        if pairs:
-            found.append(DomainGather(kind, communicators[domain], members, pairs))
+        asked = [group.weights for group in members if group.key.extended]
+        asked = asked if kind == GATHERED else []
+        if pairs or asked:
+            found.append(DomainGather(kind, communicators[domain], members, pairs, asked))
     return found
 
 
@@ -324,7 +328,10 @@ class GatherPipeline:
         works = []
         for one in planned:
             self.log.note(one.kind, one.groups, one.communicator)
-            works += one.communicator.all_gather(one.pairs)
+            pairs = [*one.pairs]
+            for weights in one.asked:
+                pairs += weights.asked_pairs()
+            works += one.communicator.all_gather(pairs)
         return works
 
     def _wait(self, unit: Unit) -> None:
@@ -334,6 +341,8 @@ class GatherPipeline:
             unit.update_passed()
         if unit.phase is Phase.GATHERING:
             unit.advance(Phase.READY)
+            if unit.extended:
+                unit.make_extended()
 
     def reshard(self, unit: Unit) -> None:
         """Reshards `unit` once the compute stream has passed this point, unless it is held. Weights

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import GroupShards, ShardedBuffer, Slot
+from .extensions import ExtendedMainWeights, ExtendedParam, ExtendedWeights
 from .grad_buffers import GradBuffers
 from .partition import GroupKey, ManagedParam, UnitPlan
 from .quantized import QuantizedWeights
@@ -77,25 +79,15 @@ class ParamGroup:
         self.managed = managed  # names and places of `params`
         self.layout = layout  # offsets of `params` in the flat buffer
         self.params = [entry.param for entry in managed]  # unsharded ones, in layout order
-        self.in_modules = [entry.in_module for entry in managed]  # the ones that modules have
         # Whether the shard axis has one rank.
         self.is_single_rank = key.domain in config.whole
         # The shards of the layout, and buffers over them.
         self.shards = group_shards(layout, domain, config, runtime)
         weight_slot, bucket_slot = slots
-        # The weights that modules compute with.
-        self.weights = WeightBuffers(
-            self.params,
-            self.shards,
-            key.format.planes,
-            weight_slot,
-            is_kept=not config.strategy.shard_weights,
-            keeps_shards=self._wants_shards(),
-            is_gathered=self.shards.splits_axis and not self.is_single_rank,
-            quantized=quantized,
-        )
-        # The weights that the optimizer updates.
-        self.main = MainWeights(self._main_buffer(), self.weights, self.shards, self.params, values)
+        if key.extended:
+            self._build_extended(weight_slot, runtime)
+        else:
+            self._build_weights(weight_slot, quantized, values)
         if key.requires_grad:
             self.grads = GradBuffers(
                 name,
@@ -106,6 +98,47 @@ class ParamGroup:
                 one_rank=self.is_single_rank,
                 outer=domain.outer is not None,
             )
+
+    def _build_weights(
+        self,
+        slot: Slot,
+        quantized: QuantizedWeights | None,
+        values: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        # The weights that modules compute with.
+        self.weights: Any = WeightBuffers(
+            self.params,
+            self.shards,
+            self.key.format.planes,
+            slot,
+            is_kept=not self.config.strategy.shard_weights,
+            keeps_shards=self._wants_shards(),
+            is_gathered=self.shards.splits_axis and not self.is_single_rank,
+            quantized=quantized,
+        )
+        # The weights that the optimizer updates.
+        self.main: Any = MainWeights(
+            self._main_buffer(), self.weights, self.shards, self.params, values
+        )
+
+    def _build_extended(self, slot: Slot, runtime: Runtime) -> None:
+        """Weights of parameters that are gathered by functions of their own."""
+        mesh = self.domain.mesh
+        if mesh.ndim > 1:
+            mesh = mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+        axis = self.domain.axis
+        params = []
+        for entry in self.managed:
+            params.append(ExtendedParam(entry, mesh, axis.rank, axis.size, self.key.dtype, runtime))
+        nbytes = self.layout.item_numel * self.key.dtype.itemsize
+        is_kept = not self.config.strategy.shard_weights
+        self.weights = ExtendedWeights(params, nbytes, slot, is_kept)
+        self.main = ExtendedMainWeights(params, self.key.own_dtype)
+
+    @property
+    def in_modules(self) -> list[nn.Parameter]:
+        """The parameters that modules have while they are unsharded."""
+        return [entry.in_module for entry in self.managed]
 
     def _wants_shards(self) -> bool:
         """True if a shard of the compute weights is kept beside unsharded ones that do not stay.

@@ -33,6 +33,7 @@ from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like
 from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor, dtensor_over
 from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
+from .extensions import dtensor_of_rows
 from .group import ParamGroup
 from .partition import ManagedParam
 from .tensor_parallel import sharded_place
@@ -52,6 +53,8 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     if group.domain.outer is not None:
         placements.append(Shard(0) if group.shards.splits_outer else Replicate())
     placements.append(Shard(0) if group.shards.splits_axis else Replicate())
+    if group.key.extended:
+        return dtensor_of_rows(local, group.domain.mesh, placements, shape)
     shown = group.managed[index].dtensor
     if shown is not None:
         return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
@@ -173,9 +176,11 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
         trainable = group.key.requires_grad
         held = group.shards.held
         for index, managed in enumerate(group.managed):
-            rows = as_dtensor(group.main.device_buffer.items(held)[index], group, index)
+            rows = as_dtensor(group.main.rows(index), group, index)
             made = nn.Parameter(rows, requires_grad=trainable)
             sharded = managed.shown_as(made)
+            if managed.extension is not None:
+                managed.extension.sharded = sharded
             if group.main.is_on_host:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
                 # refuses a gradient on another device than its parameter's.
@@ -198,13 +203,12 @@ class ParameterSwitch:
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
         # What modules have.
         self.shows_unsharded = True
-        # For each slot: its dict, its key there, both parameters, and its full name.
-        self._slots: list[tuple[Any, ...]] = []
+        # For each slot: its dict, its key there, both parameters in the pair, and its full name.
+        self._slots: list[tuple[Any, str, ParamPair, str]] = []
         for pair in pairs:
             managed = pair.managed
             for (module, name), fqn in zip(managed.slots, managed.fqns, strict=True):
-                params = module._parameters
-                self._slots.append((params, name, managed.in_module, pair.sharded, fqn))
+                self._slots.append((module._parameters, name, pair, fqn))
 
     def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
         """Shows unsharded or sharded parameters. Runs `before` first, if that is a change.
@@ -215,12 +219,12 @@ class ParameterSwitch:
         """
         if unsharded is self.shows_unsharded:
             return
-        for params, name, full, rows, fqn in self._slots:
-            if params.get(name) is not (rows if unsharded else full):
+        for params, name, pair, fqn in self._slots:
+            if params.get(name) is not (pair.sharded if unsharded else pair.unsharded):
                 raise RuntimeError(_replaced(fqn))
         before()
-        for params, name, full, rows, _ in self._slots:
-            params[name] = full if unsharded else rows
+        for params, name, pair, _ in self._slots:
+            params[name] = pair.unsharded if unsharded else pair.sharded
         self.shows_unsharded = unsharded
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class GroupKey:
     dtype: of the compute weights, nominal where they are quantized.
     quantized: the format of quantized compute weights; None for others.
     given: the dtype of the module's parameters, if `dtype` is another one; else None.
+    extended: they are gathered by functions of their own (`extensions.py`).
     """
 
     domain: str
@@ -62,6 +64,7 @@ class GroupKey:
     requires_grad: bool
     quantized: WeightFormat | None = None
     given: torch.dtype | None = None
+    extended: bool = False
 
     @property
     def own_dtype(self) -> torch.dtype:
@@ -77,7 +80,30 @@ class GroupKey:
     def represented(self) -> str:
         """The representation in words: the dtype, and the format of quantized weights."""
         dtype = str(self.dtype).removeprefix("torch.")
+        if self.extended:
+            return f"{dtype}, gathered by functions of its own"
         return dtype if self.quantized is None else f"{dtype} as {self.quantized.name}"
+
+
+@dataclass(eq=False)
+class Extension:
+    """The parameters beside the managed one, if that is gathered by functions of its own
+    (`extensions.py`)."""
+
+    # That of the module, of class `kind`; the managed one as soon as this rank has its rows.
+    given: nn.Parameter
+    # Name of the class of the module's parameter.
+    kind: str
+    # The parameter that modules have while it is unsharded: the managed one until `is_made`.
+    shown: nn.Parameter
+    # Whether it may be trained.
+    is_trained: bool
+    # The policy of mixed precision, which the functions get.
+    policy: Any = None
+    # Whether weights were gathered before.
+    is_made: bool = False
+    # The sharded parameter, whose local tensor has the functions.
+    sharded: nn.Parameter | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +118,7 @@ class ManagedParam:
     writer: how its gradient is written.
     dtensor: the parameter that modules have, if that is a DTensor over `param`
         (`tensor_parallel.py`); None if modules have `param` itself.
+    extension: its other parameters, if it is gathered by functions of its own; else None.
     format: of its compute weights, if they are quantized; None for others.
     compute_dtype: of its compute weights; None for its own dtype, which quantized weights and
         integers have with any value.
@@ -107,11 +134,19 @@ class ManagedParam:
     format: WeightFormat | None = None
     compute_dtype: torch.dtype | None = None
     dtensor: nn.Parameter | None = None
+    extension: Extension | None = None
 
     @property
     def in_module(self) -> nn.Parameter:
         """The parameter that modules have."""
+        if self.extension is not None:
+            return self.extension.shown
         return self.param if self.dtensor is None else self.dtensor
+
+    @property
+    def given(self) -> nn.Parameter:
+        """The parameter that modules had before it was managed."""
+        return self.in_module if self.extension is None else self.extension.given
 
     def over(self, local: nn.Parameter) -> ManagedParam:
         """This one with `local` in place of the parameter that modules have."""
@@ -130,6 +165,7 @@ class ManagedParam:
             requires_grad=self.param.requires_grad,
             quantized=self.format,
             given=None if dtype == own else own,
+            extended=self.extension is not None,
         )
 
     @property

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
+from .extensions import inner_names
 from .grad_buffers import GradState
 from .group import ParamGroup
 from .params import (
@@ -32,6 +33,7 @@ from .params import (
     PresentParameter,
     ReshardedDTensor,
     ReshardedParameter,
+    resharded_class,
 )
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
@@ -114,8 +116,21 @@ class Unit:
         self.weight_slot = next((one.weights.slot.number for one in gathered), None)
         self.phase = Phase.READY  # of its compute weights
         self._library = library  # of the weights of `quantized`
-        params = [(group, param) for group in groups for param in group.params]
-        shown = [one.dtensor for group in groups for one in group.managed]
+        # Weights of parameters that are gathered by functions of their own.
+        self.extended = [group.weights for group in groups if group.key.extended]
+        self._find_params()
+        for group in groups:
+            _label(group, f"unit {self.name}")
+        if self.extended:
+            set_classes(self._own_classes)
+
+    def _find_params(self) -> None:
+        # A parameter with extensions is the one that modules have: another object once it is made.
+        params = []
+        for group in self.groups:
+            shown = group.in_modules if group.key.extended else group.params
+            params += [(group, param) for param in shown]
+        shown = [one.dtensor for group in self.groups for one in group.managed]
         dtensors = [param for param in shown if param is not None]
         # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
@@ -124,13 +139,11 @@ class Unit:
         # How often each of these has been written, when that was last looked at.
         self._versions = self._count_writes()
         # Classes of the parameters while their weights are there.
-        self._own_classes = [(param, _present_class(group, type(param))) for group, param in params]
+        self._own_classes = [(param, _present_class(group, param)) for group, param in params]
         self._own_classes += [(param, DTensor) for param in dtensors]
         # And while they are not.
-        self._guarding = [(param, self._guard_class(group, type(param))) for group, param in params]
+        self._guarding = [(param, self._guard_class(group, param)) for group, param in params]
         self._guarding += [(param, ReshardedDTensor) for param in dtensors]
-        for group in groups:
-            _label(group, f"unit {self.name}")
 
     def write_directly(self, groups: Sequence[ParamGroup]) -> None:
         """From now on a CUDA graph writes gradients of `groups` into their buckets, which are open
@@ -248,10 +261,21 @@ class Unit:
                 found.append(param._fsdp_label)  # type: ignore[attr-defined]
         return found
 
-    def _guard_class(self, group: ParamGroup, original: type) -> type:
+    def _guard_class(self, group: ParamGroup, param: nn.Parameter) -> type:
+        original = type(param)
         if group.key.quantized and self._library is not None:
             return self._library.guard_class(original)
+        if group.key.extended and original not in _PLAIN:
+            return resharded_class(original, tuple(inner_names(param)))
         return ReshardedParameter
+
+    def make_extended(self) -> None:
+        """Makes what modules get of weights that were gathered by functions of their own."""
+        made = [weights.finish() for weights in self.extended]
+        if any(made):
+            self._find_params()
+            set_classes(self._own_classes)
+        self._versions = self._count_writes()
 
     def prepare(self) -> None:
         """Makes quantized weights, which are gathered, ready for a pass."""
@@ -283,9 +307,15 @@ def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
         param.__class__ = kind
 
 
-def _present_class(group: ParamGroup, original: type) -> type:
-    if original is not nn.Parameter:
-        return original
+_PLAIN = (nn.Parameter, PresentParameter, GatheredParameter, ReshardedParameter)
+"""Classes of parameters that are plain tensors."""
+
+
+def _present_class(group: ParamGroup, param: nn.Parameter) -> type:
+    if group.key.extended and any(param is managed for managed in group.params):
+        return ReshardedParameter  # it has no memory: nothing was gathered yet
+    if type(param) is not nn.Parameter:
+        return type(param)
     return PresentParameter if group.main.is_compute_weight else GatheredParameter
 
 

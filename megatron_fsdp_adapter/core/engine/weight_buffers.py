@@ -165,6 +165,10 @@ class MainWeights:
                 given = values[param].reshape(-1)[part.start : part.stop]
                 rows.copy_(given.view(rows.shape))
 
+    def rows(self, index: int) -> torch.Tensor:
+        """This rank's rows of the parameter at `index`, on the device."""
+        return self.device_buffer.items(self._shards.held)[index]
+
     @functools.cached_property
     def is_compute_weight(self) -> bool:
         """True if they are a slice of the kept compute weights."""

@@ -88,9 +88,7 @@ OF_OLD_RELEASES = {
 }
 """Tests of PyTorch 2.6 that torch 2.13 fails with its own FSDP2."""
 
-EXTENSIONS = "refused: tensor subclasses with gather extensions"
 DIFFERS = {
-    "FullyShardAllGatherExtensions": EXTENSIONS,
     "test_to_float64_after_init": "refused: float64",
     "test_reset_sharded_param_in_lazy_init": "refused: a parameter replaced after to_empty",
     "test_mixed_dtypes_no_grad_param": "refused: frozen parameters of 8-bit floats",

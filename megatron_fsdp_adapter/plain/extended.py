@@ -1,0 +1,49 @@
+"""Parameters of `fully_shard` that are gathered by functions of their own, as under torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.engine.extensions import REMEDY, missing
+from ..plan.module_problems import computes_itself
+from ..quantized.params import kind_of
+
+
+def is_extended(param: torch.Tensor) -> bool:
+    """True if a parameter has gather extensions, or is of a class that computes by itself. Without
+    extensions it cannot be gathered, but a program may set these on the local tensor later."""
+    if isinstance(param, DTensor):
+        return False
+    return computes_itself(param) or (len(missing(param)) < 2 and kind_of(type(param)) is None)
+
+
+def problem_of(param: Any, offloads: bool) -> str:
+    """The reason why a parameter with extensions cannot be sharded, and what to do; "" if it can.
+
+    param: it, or a DTensor over ranks of tensor parallelism. offloads: main weights are to be in
+        host memory."""
+    if isinstance(param, DTensor):
+        kind = type(param._local_tensor).__name__
+        if not is_extended(param._local_tensor):
+            return ""
+        return (
+            f"it is a DTensor over a {kind}, which is gathered by functions of its own: both at "
+            "once are not supported. Use plain weights for tensor parallelism"
+        )
+    if not is_extended(param):
+        return ""
+    kind = type(param).__name__
+    if offloads:
+        return (
+            f"its class {kind} is gathered by functions of its own, which do not read host memory. "
+            "Leave offload_policy out"
+        )
+    absent = missing(param)
+    if len(absent) == 1:
+        return f"its class {kind} has no {absent[0]}. {REMEDY}"
+    if param.ndim == 0:
+        return f"a scalar of class {kind} has no rows. {REMEDY}"
+    return ""
