@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..core.engine.extensions import plain_parts
 from ..core.engine.partition import UnitPlan
 
 Initializer = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
@@ -127,13 +126,9 @@ def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor like `tensor`, with memory. It has NaN, or zeros in a dtype without NaN: so elements
     that are never written show."""
     empty = torch.empty_like(tensor, device=device)
-    parts = plain_parts(empty) if hasattr(tensor, "_fsdp_extension") else [empty]
-    for part in parts:
-        if part.is_floating_point():
-            part.fill_(float("nan"))
-        else:
-            part.zero_()
-    return empty
+    if empty.is_floating_point():
+        return empty.fill_(float("nan"))
+    return empty.zero_()
 
 
 def initialize(name: str, module: nn.Module, device: torch.device, run: Initializer) -> None:

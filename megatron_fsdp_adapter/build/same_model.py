@@ -119,7 +119,15 @@ def verify_same_model(
         ValueError: on every rank, with the first difference between the models.
         RuntimeError: a rank has failed, or did not answer within the timeout of its process group.
     """
-    found = first_difference(model_lines(plans, config), comparing_groups(domains))
+    raise_if_different(subject, model_lines(plans, config), comparing_groups(domains))
+
+
+def raise_if_different(
+    subject: str, lines: Sequence[str], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Checks that `lines`, which describe a model, are the same on all ranks of `groups`.
+    Collective. Raises as `verify_same_model`."""
+    found = first_difference(lines, groups)
     if found is not None:
         raise ValueError(
             f"{subject}: the ranks' models differ, first at {found}. Build the same model, with "

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from typing import Any
 
 from ..core.dtensor.uneven import UnevenDTensor
-from ..core.engine.params import ParamPair
+
+_numbers = itertools.count(1)
 
 
-def give_addresses(pairs: Iterable[ParamPair]) -> None:
-    """Gives local tensors without rows an address of their own. accelerate finds the parameters of
+def give_address(sharded: Any) -> None:
+    """Gives a local tensor without rows an address of its own. accelerate finds the parameters of
     an optimizer by these addresses, but all empty tensors of torch have the address 0."""
-    for number, pair in enumerate(pairs):
-        sharded: Any = pair.sharded
-        local = sharded._local_tensor
-        if local.numel() == 0:
-            # Negative, unlike the address of any tensor with elements.
-            local.data_ptr = lambda own=-1 - number: own
-        if isinstance(sharded, UnevenDTensor):  # accelerate knows torch's class alone
-            sharded.data_ptr = local.data_ptr  # type: ignore[method-assign]
+    local = sharded._local_tensor
+    if local.numel() == 0:
+        # Negative, unlike the address of any tensor with elements.
+        address = -next(_numbers)
+        local.data_ptr = lambda: address
+    if isinstance(sharded, UnevenDTensor):  # accelerate knows torch's class alone
+        sharded.data_ptr = local.data_ptr  # type: ignore[method-assign]

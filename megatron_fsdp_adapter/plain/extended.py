@@ -16,7 +16,7 @@ def is_extended(param: torch.Tensor) -> bool:
     """True if a parameter has gather extensions, or is of a class that computes by itself. Without
     extensions it cannot be gathered, but a program may set these on the local tensor later."""
     if isinstance(param, DTensor):
-        return False
+        return is_extended(param._local_tensor)
     return computes_itself(param) or (len(missing(param)) < 2 and kind_of(type(param)) is None)
 
 
@@ -27,7 +27,7 @@ def problem_of(param: Any, offloads: bool) -> str:
         host memory."""
     if isinstance(param, DTensor):
         kind = type(param._local_tensor).__name__
-        if not is_extended(param._local_tensor):
+        if not is_extended(param):
             return ""
         return (
             f"it is a DTensor over a {kind}, which is gathered by functions of its own: both at "

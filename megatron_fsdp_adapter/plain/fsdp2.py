@@ -5,10 +5,9 @@
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-A call marks its module. The outermost marked module, the root, is sharded as a whole when its
-parameters are first read, or when it first runs; the marked modules in it are its units. Sharding
-each module in its own call was rejected: an engine must know all units, to gather the next one
-ahead. So each call for an outer module would build the engine again.
+A call shards the parameters of its module at once, into DTensors of torch's, and marks the module.
+An engine is made when the outermost marked module, the root, first runs: it must know all units, to
+gather the next one ahead. The marked modules in the root are its units.
 """
 
 from __future__ import annotations
@@ -32,33 +31,36 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ..core.engine.partition import managed_params
 from ..core.engine.step import RootCall
 from ..core.engine.tensor_parallel import problem_of
 from ..core.problems import raise_problems
+from ..plan.module_problems import module_problems
 from ..state.not_copyable import NotCopyable
 from . import extended
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
-    BUILDING,
     MARK,
-    PENDING,
     SUBJECT,
+    WITHIN,
     FullyShardOptions,
     Mark,
     Model,
-    await_reads,
+    UnitSetting,
     divide_grads,
     engine_of,
+    known_params,
     mark_of,
     mark_on,
     marked,
-    names_on_meta,
+    params_to_shard,
     root_of,
-    show_on_meta,
-    unsharded_reads,
+    set_on,
+    shard_now,
 )
 from .mesh import MeshGroups, data_parallel_groups, data_parallel_mesh, device_type_of
+from .sharded_params import keeping_params, show_tied
 
 
 class FSDP2Module(NotCopyable, FSDPModule):
@@ -75,46 +77,34 @@ class FSDP2Module(NotCopyable, FSDPModule):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; shards the model first, if that has not happened. torch.compile leaves
-        this call out of its graphs, and compiles the call of the module's own class."""
-        engine_of(self, runs=True)
+        """Runs the module. The first call makes the model's engine. torch.compile leaves this call
+        out of its graphs, and compiles the call of the module's own class."""
+        engine_of(self)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters: the same DTensors each time, except while a forward or backward
         runs, or `unshard` holds weights. Then they are the unsharded parameters."""
-        if mark_on(self).model.state is not BUILDING and not show_on_meta(self):
-            engine = engine_of(self)
-            if not engine.gather.holds_any:
-                engine.show_between_passes()
+        model = mark_on(self).model
+        if model.engine is None and model.waits:
+            engine_of(self)
+        if model.engine is not None and not model.engine.gather.holds_any:
+            model.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DTensors of the main weights, and buffers."""
-        engine_of(self)
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads DTensors, sharded in any way, or whole tensors. `assign` has no effect: values are
-        copied, because optimizers hold the parameters."""
-        engine_of(self)
-        return super().load_state_dict(state_dict, strict)  # type: ignore[misc]
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Gives memory to parameters and buffers on the meta device; shards the model by that. A
-        parameter gets memory for this rank's rows, NaN until they are loaded or written. A model
-        that is not sharded, and not on the meta device, is emptied as torch does it."""
-        if mark_on(self).model.state is PENDING and not names_on_meta(self):  # type: ignore[arg-type]
-            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-        engine_of(self)
-        return self
+        """Loads DTensors, sharded in any way, or whole tensors. Once the model has run, `assign`
+        has no effect: values are copied, because the engine has the parameters. Before it, they are
+        given to the parameters that are there, which optimizers may have."""
+        assign = assign and mark_on(self).model.engine is None
+        with keeping_params(self):
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Skips the `_apply` of torch's FSDPModule, which reads the state of torch's engine.
-        with unsharded_reads(root_of(self)):
-            return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's weights; not those of modules in it. Holds them until `reshard`, or
@@ -146,7 +136,9 @@ class FSDP2Module(NotCopyable, FSDPModule):
 
     def reset_iter_state(self) -> None:
         """Forgets a forward or backward that raised, with its gradients."""
-        engine_of(self).zero_grads()
+        engine = mark_on(self).model.engine
+        if engine is not None:
+            engine.zero_grads()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -155,15 +147,15 @@ class FSDP2Module(NotCopyable, FSDPModule):
         them up unsharded, if they are accumulated in the dtype in which they are sent. Gradients in
         another dtype are reduced in each backward. `.grad` has them after a backward that reduces.
         """
-        engine_of(self)
-        for mark in _chosen(self, recurse):
-            mark.unit.defer(not requires_gradient_sync)
+        set_on(self, recurse, lambda engine, unit: unit.defer(not requires_gradient_sync))
         self._end_step_if_whole(requires_gradient_sync, recurse)
 
     def _end_step_if_whole(self, ends: bool, recurse: bool) -> None:
         """Sets whether the next backward ends a step, if this is the whole model."""
-        if len(_chosen(self, recurse)) == len(marked(root_of(self))):
-            engine_of(self).microbatch(last=ends)
+        module: Any = self
+        count = len(marked(module)) if recurse else 1
+        if count == len(marked(root_of(self))):
+            set_on(self, False, lambda engine, unit: engine.microbatch(last=ends))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether the next backwards sum gradients of the whole model over replicas, which is
@@ -174,9 +166,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,
         and after each backward of a step but the last."""
-        engine_of(self)
-        for mark in _chosen(self, recurse):
-            mark.unit.stay(not reshard_after_forward)
+        set_on(self, recurse, lambda engine, unit: unit.stay(not reshard_after_forward))
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -188,9 +178,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Sets the gradient of parameters that no rank's loss reads: zeros if True, else None."""
-        engine = engine_of(self)
-        groups = [group for mark in _chosen(self, recurse) for group in mark.unit.groups]
-        engine.zero_absent_grads(groups, reduce_scatter_unused_params)
+        zeroed = reduce_scatter_unused_params
+        set_on(self, recurse, lambda engine, unit: engine.zero_absent_grads(unit.groups, zeroed))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides sums of the module's gradients by `factor` from now on, and not by the number of
@@ -214,9 +203,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
             )
         if stream is not None:
             hook = functools.partial(_run_in, stream, hook)
-        engine_of(self)
-        for group in mark.unit.trainable_groups:
-            group.grads.change_reduced_by(hook)
+        set_on(self, False, _changing_reduced_by(hook))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """RuntimeError: the engine gathers and reduces by its own collectives."""
@@ -237,7 +224,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return self
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        engine = engine_of(self, runs=True)
+        engine = engine_of(self)
         mark = mark_on(self)
         args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
         if mark.unit is not engine.root:
@@ -255,9 +242,14 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return cast(mark.options.policy.output_dtype, output)
 
 
-def _chosen(module: Any, recurse: bool) -> list[Mark]:
-    """The mark of `module`; if it is to `recurse`, also those of the marked modules in it."""
-    return [mark for one, mark in marked(module) if recurse or one is module]
+def _changing_reduced_by(hook: Callable[[torch.Tensor], None]) -> UnitSetting:
+    """Has `hook` change reduced gradients of a unit."""
+
+    def setting(engine: Any, unit: Any) -> None:
+        for group in unit.trainable_groups:
+            group.grads.change_reduced_by(hook)
+
+    return setting
 
 
 def _run_in(stream: Any, hook: Callable[[torch.Tensor], None], output: torch.Tensor) -> None:
@@ -343,18 +335,22 @@ def fully_shard(
     )
     # All are checked before one is changed.
     for one in modules:
-        with unsharded_reads(one):
-            _check(one, shard_placement_fn, options)
+        show_tied(managed_params(one))
+        _check(one, shard_placement_fn, options)
     for one in modules:
         model = Model(weakref.ref(one))
-        one.__dict__[MARK] = Mark(options, model)
+        mark = Mark(options, model)
+        one.__dict__[MARK] = mark
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         # Where torch's composable functions look: `replicate` leaves sharded modules alone.
         one.__dict__.setdefault(REGISTRY_KEY, {})[SUBJECT] = RegistryItem()
         # `one` is the outermost marked module now: the marks in it, and its own, get its model.
-        for _, mark in marked(one):
-            mark.model = model
-        await_reads(one, mark_on(one))
+        for child in one.modules():
+            child.__dict__[WITHIN] = weakref.ref(one)
+            inner = mark_of(child)
+            if inner is not None:
+                inner.model = model
+        shard_now(one, mark)
     return module
 
 
@@ -365,14 +361,17 @@ def _check(
 ) -> None:
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
-    skipped = {id(param) for param in options.ignored}
-    for name, param in module.named_parameters():
-        if id(param) in skipped:
-            continue
+    plain: set[str] = set()
+    for entry in params_to_shard(module, options):
+        param = entry.param
         problem = extended.problem_of(param, options.offload)
         if isinstance(param, DTensor):
             problem = problem or problem_of(param, options.mesh)
-        found += [f"parameter {name} ({tuple(param.shape)}): {problem}"] if problem else []
+        elif not extended.is_extended(param):
+            plain.update(entry.fqns)
+        if problem:
+            found.append(f"parameter {entry.fqns[0]} ({tuple(param.shape)}): {problem}")
+    found += module_problems(module, None, None, None, plain.__contains__, may_be_frozen=True)
     if placement_of is not None:
         found += _placement_problems(module, placement_of, options.ignored, options.groups)
     raise_problems(SUBJECT, found)
@@ -386,9 +385,15 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         yield "it has no forward. Call fully_shard for its entries"
     models = [mark.model for _, mark in marked(module)]
     if any(model.engine is not None for model in models):
+        yield ("modules in it have run already. Call fully_shard for the model before that")
+    around = module.__dict__.get(WITHIN, lambda: None)()
+    if around is not None and any(child is module for child in around.modules()):
+        others = known_params(around).keys() - known_params(module).keys()
+        if others.isdisjoint(id(entry.param) for entry in managed_params(module)):
+            return
         yield (
-            "modules in it are sharded already, as their parameters were read, or they have run. "
-            "Call fully_shard for the model before that"
+            f"it is a part of a {type(around).__name__} that fully_shard was called with before. "
+            "Call fully_shard for inner modules first"
         )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,15 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
-from ..core.dtensor.uneven import dtensor_over
-from ..core.engine.extensions import dtensor_of_rows, rows_of_rank, with_extension
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -31,26 +27,34 @@ from ..core.engine.partition import (
     unit_modules,
     units_that_look_up,
 )
-from ..core.engine.tensor_parallel import as_managed, sharded_place
 from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
-from ..plan.module_problems import module_problems
 from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
-from .accelerate import give_addresses
+from .accelerate import give_address
 from .building import mark_shards, trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
-from .extended import is_extended
 from .feedback import announce
 from .mesh import MeshGroups, rank_count
+from .sharded_params import (
+    ShardedParam,
+    as_before_sharding,
+    is_sharded_over,
+    shard_params,
+    waits_for_run,
+)
 from .user_loop import UserLoopEngine
 
 SUBJECT = "fully_shard"
 MARK = "_fsdp_adapter_mark"
-PENDING = "pending"
-ON_META = "on the meta device"
-BUILDING = "being built"
-BUILT = "built"
+WITHIN = "_fsdp_adapter_within"
+"""Attribute of modules in a marked module: a weak reference to that one."""
+
+ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Marked modules that are in no other one."""
+
+UnitSetting = Callable[[UserLoopEngine, Any], None]
+"""Sets something of a unit, with the model's engine."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class FullyShardOptions:
 
     Attributes:
         groups: those of the shard axis and of the replicas.
-        mesh: the mesh that parameters show; None if the call has none.
+        mesh: the mesh that parameters show; None if the engine makes one of `groups`.
         reshards: whether weights are resharded after forward.
         ignored: parameters that are not sharded.
         device_type: type of the devices that have the shards.
@@ -81,6 +85,19 @@ class FullyShardOptions:
         """The dtype to which inputs are cast; None if they are not."""
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
+    @functools.cached_property
+    def domain(self) -> ShardDomain:
+        """The ranks that share parameters, and the scale of their gradients."""
+        shard, outer = self.groups
+        index = FSDPDistributedIndex(
+            shard,
+            device_type=self.device_type,
+            outer_fsdp_group=outer,
+            grad_scale=1.0 / rank_count(self.groups),
+        )
+        made = index.domain(DENSE)
+        return replace(made, mesh=self.mesh or made.mesh)
+
     def of_the_model(self) -> dict[str, Any]:
         """The options that are the same for all modules of a model."""
         return {
@@ -101,11 +118,10 @@ class Model:
 
     # Weak, as modules refer to this by their marks.
     root: weakref.ref[nn.Module]
-    # PENDING until it is sharded; ON_META while it shows DTensors without memory (`show_on_meta`);
-    # BUILDING while it is being sharded, or in `unsharded_reads`; then BUILT.
-    state: str = PENDING
-    # None until it is sharded.
+    # None until the model first runs.
     engine: UserLoopEngine | None = None
+    # True if parameters are sharded only when the engine is made, and it is not being made yet.
+    waits: bool = False
 
 
 @dataclass
@@ -116,66 +132,14 @@ class Mark:
     options: FullyShardOptions
     # The model whose root is the outermost marked module around it.
     model: Model
-    # The module's unit; None until the model is sharded.
+    # The module's unit; None until the model has an engine.
     unit: Any = None
+    # The parameters that its call has sharded, by the id of the sharded one.
+    params: dict[int, ShardedParam] = field(default_factory=dict)
+    # What a program has set before there was an engine.
+    settings: list[UnitSetting] = field(default_factory=list)
     # What sums of its unit's gradients are divided by; None for the number of ranks.
     divide_factor: float | None = None
-
-
-class PendingParameters(dict[str, Any]):
-    """`_parameters` of a module in a model that is to be sharded. `items` shards the model first:
-    `parameters()` of a module around the model calls it. Reads by name shard nothing."""
-
-    # The mark of the module that was given to `fully_shard`.
-    mark: Mark
-    # The module whose parameters these are.
-    owner: nn.Module
-
-    def items(self) -> Any:
-        if self.mark.model.state is not PENDING:
-            return super().items()
-        root: Any = self.mark.model.root()
-        if not show_on_meta(root):
-            _build(root)
-        return self.owner._parameters.items()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)  # a copy of the model is not this one
-
-
-def await_reads(module: nn.Module, mark: Mark) -> None:
-    """Makes the next listing of parameters of `module`, which has `mark`, or of a module in it,
-    shard the model."""
-    for owner in module.modules():
-        if type(owner._parameters) is dict and owner._parameters:
-            pending = PendingParameters(owner._parameters)
-            pending.mark = mark
-            pending.owner = owner
-            owner._parameters = pending
-
-
-@contextlib.contextmanager
-def unsharded_reads(module: nn.Module) -> Iterator[None]:
-    """Within it, reads of parameters of `module` shard no model. If the model is not sharded yet,
-    they give plain parameters, and the model is PENDING after."""
-    found = [mark for _, mark in marked(module)]
-    # A module in it may also be in a marked module outside of it.
-    parts = [owner._parameters for owner in module.modules()]
-    found += [part.mark for part in parts if isinstance(part, PendingParameters)]
-    models = {mark.model for mark in found if mark.model.state in (PENDING, ON_META)}
-    for model in models:
-        model.state = BUILDING
-    for owner in module.modules():
-        for name, shown in dict.items(owner._parameters):
-            plain = getattr(shown, "_fsdp_plain", None)  # if `shown` is a DTensor of `show_on_meta`
-            if plain is not None:
-                plain.requires_grad = shown.requires_grad  # type: ignore[union-attr]
-                owner._parameters[name] = plain
-    try:
-        yield
-    finally:
-        for model in models:
-            model.state = PENDING if model.engine is None else BUILT
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -204,103 +168,132 @@ def root_of(module: Any) -> nn.Module:
     return module if root is None else root
 
 
-def names_on_meta(module: nn.Module) -> list[str]:
-    """The names of parameters that have no memory; shards no model."""
-    with unsharded_reads(module):
-        return [name for name, param in module.named_parameters() if param.is_meta]
+def engine_of(module: Any) -> UserLoopEngine:
+    """The engine of the model of `module`, which is made by the first call. That is collective.
 
-
-def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
-    """The engine of the model of `module`; shards the model first, if that has not happened.
-
-    runs: the caller is about to run a forward. RuntimeError if parameters are on the meta device,
-        when that is the first use of the model.
+    RuntimeError if parameters are on the meta device.
     """
     model = mark_on(module).model
     if model.engine is None:
-        root = root_of(module)
-        unfilled = names_on_meta(root) if runs else []
-        if unfilled:
-            raise RuntimeError(
-                f"{SUBJECT}: {len(unfilled)} parameters are still on the meta device: "
-                f"{unfilled[:4]}. Load a state dict, or call to_empty and initialize them, before "
-                "the first forward"
-            )
-        _build(root)
+        _build(root_of(module))
     assert model.engine is not None
-    if runs:
-        announce(root_of(module), model.engine)
     return model.engine
 
 
-@for_training()
-def show_on_meta(module: Any) -> bool:
-    """Shows DTensors without memory in place of the model's parameters, if the model is not sharded
-    yet and all parameters that it will shard are on the meta device.
-
-    Returns True if the model shows such DTensors now. They have torch's even split of rows: the
-    final rows are known only when all units are. Sharding turns these same objects into the sharded
-    parameters, so an optimizer may have them already. `unsharded_reads` puts the plain parameters
-    back; the next call then shows the same DTensors again.
-    """
-    root = root_of(module)
-    model = mark_on(root).model
-    if model.state is not PENDING:
-        return model.state is ON_META
-    with unsharded_reads(root):
-        managed = _params_to_shard(root)
-    if not managed or not all(one.param.is_meta for one in managed):
-        return False
-    for one in managed:
-        made = _on_meta(one, _domain(root))
-        # The DTensor of an earlier call, if there was one: optimizers may have it.
-        shown: Any = one.shown_as(nn.Parameter(made, one.param.requires_grad))
-        shown._fsdp_plain = one.given  # for `unsharded_reads`, which puts it back
-        # For `shown_as`, in the next call and in `_build`.
-        vars(one.in_module)["_fsdp_shown"] = shown
-        for owner, name in one.slots:
-            owner._parameters[name] = shown
-    model.state = ON_META
-    return True
+def make_engines(params: Iterable[Any]) -> None:
+    """Makes the engines of models that have any of the sharded parameters `params`. Collective."""
+    ids = {id(param) for param in params}
+    for root in list(ROOTS):
+        if mark_on(root).model.engine is None and not ids.isdisjoint(known_params(root)):
+            engine_of(root)
 
 
-def _on_meta(one: ManagedParam, domain: ShardDomain) -> DTensor:
-    """The DTensor without memory that is shown for a parameter on the meta device."""
-    mesh = domain.mesh
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    if one.extension is not None:
-        rows = rows_of_rank(one.given.detach(), domain.axis.rank, domain.axis.size)
-        return dtensor_of_rows(rows, mesh, placements, one.param.shape)
-    like = one.param.detach().view(one.param.shape or (1,))  # a scalar is one row
-    made = distribute_tensor(like, mesh, placements, src_data_rank=None)
-    if one.dtensor is None:
-        return made
-    return dtensor_over(made._local_tensor, *sharded_place(one.dtensor, mesh, placements))
+def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
+    """Applies `setting` to the units of `module` and, if it is to `recurse`, of the marked modules
+    in it: now, or as soon as there is an engine."""
+    for one, mark in marked(module):
+        if one is not module and not recurse:
+            continue
+        if mark.model.engine is None:
+            mark.settings.append(setting)
+        else:
+            setting(mark.model.engine, mark.unit)
+
+
+def shard_now(module: nn.Module, mark: Mark) -> None:
+    """Shards the parameters of `module` that no earlier call has sharded or ignored, and moves its
+    buffers to the mesh's device. Collective. mark: of `module`.
+
+    ValueError if the ranks' parameters differ."""
+    options = mark.options
+    ROOTS.difference_update(module.modules())
+    ROOTS.add(module)
+    device = device_of_type(module, options.device_type)
+    move(module.buffers(), device)
+    found = params_to_shard(module, options)
+    entries = [entry for entry in found if not waits_for_run(entry.param)]
+    made = shard_params(SUBJECT, entries, options.groups, options.domain.mesh, device)
+    mark.params = {id(one.sharded): one for one in made}
+    mark.model.waits = any(waits_for_run(entry.param) for entry in _not_ignored(module))
+
+
+def params_to_shard(module: nn.Module, options: FullyShardOptions) -> list[ManagedParam]:
+    """The parameters that a call with `module` and `options` is to shard: those that it does not
+    ignore, and that no earlier call has sharded or ignored."""
+    others = {*known_params(module), *map(id, options.ignored)}
+    mesh = options.domain.mesh
+    replaced: set[int] = set()  # DTensors that a program has put in the place of sharded parameters
+    for child, _ in marked(module):
+        replaced.update(id(entry.param) for entry in managed_params(child))
+    found = []
+    for entry in _not_ignored(module):
+        key = id(entry.param)
+        if key in others:
+            continue
+        if is_sharded_over(entry.param, mesh) and (key in replaced or _is_known(key)):
+            continue
+        found.append(entry)
+    return found
+
+
+def _is_known(key: int) -> bool:
+    """True if any call has sharded the parameter with this id: two units may share a module."""
+    return any(key in known_params(root) for root in list(ROOTS))
+
+
+def known_params(root: nn.Module) -> dict[int, ShardedParam]:
+    """The parameters that calls with modules in `root` have sharded."""
+    known: dict[int, ShardedParam] = {}
+    for _, mark in marked(root):
+        known |= mark.params
+    return known
+
+
+def _not_ignored(
+    module: nn.Module, units: Mapping[str, nn.Module] = MappingProxyType({})
+) -> list[ManagedParam]:
+    """Parameters of `module` and the modules in it that no call ignores, with their units."""
+    ignored = {id(param) for _, mark in marked(module) for param in mark.options.ignored}
+    return [one for one in managed_params(module, units) if id(one.param) not in ignored]
 
 
 @for_training()
 def _build(root: nn.Module) -> None:
-    """Shards the model `root`. Collective.
+    """Makes the engine of the model `root`. Collective.
 
     Raises:
         ValueError: what cannot be sharded, ranks whose models differ, or options that differ
             between calls.
+        RuntimeError: parameters are on the meta device.
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
-    with unsharded_reads(root):
-        # From now on reads shard nothing.
-        for module in root.modules():
-            if isinstance(module._parameters, PendingParameters):
-                module._parameters = dict(module._parameters)
-        mark_on(root).model.engine = _engine(root)
-        for child, mark in marked(root):
-            options = mark.options
-            if options.input_dtype is not None:
-                cast_inputs_of(child, options.input_dtype)
-            if options.policy.output_dtype is not None:
-                cast_outputs_of(child, options.policy.output_dtype)
-            if mark.divide_factor is not None:
-                divide_grads(child, mark.divide_factor)
+    model = mark_on(root).model
+    model.waits = False
+    for child, mark in marked(root):
+        mark.model = model  # a module may have been marked before it was put here
+        if child is not root:
+            ROOTS.discard(child)
+    unfilled = [name for name, param in root.named_parameters() if param.is_meta]
+    if unfilled:
+        raise RuntimeError(
+            f"{SUBJECT}: {len(unfilled)} parameters are still on the meta device: "
+            f"{unfilled[:4]}. Load a state dict, or call to_empty and initialize them, before "
+            "the first forward"
+        )
+    engine = _engine(root)
+    model.engine = engine
+    for child, mark in marked(root):
+        options = mark.options
+        if options.input_dtype is not None:
+            cast_inputs_of(child, options.input_dtype)
+        if options.policy.output_dtype is not None:
+            cast_outputs_of(child, options.policy.output_dtype)
+        if mark.divide_factor is not None:
+            divide_grads(child, mark.divide_factor)
+        for setting in mark.settings:
+            setting(engine, mark.unit)
+        mark.settings.clear()
+    announce(root, engine)
 
 
 def divide_grads(module: Any, factor: float) -> None:
@@ -314,63 +307,81 @@ def divide_grads(module: Any, factor: float) -> None:
         engine.divide_grads(mark.unit.trainable_groups, factor)
 
 
-def _params_to_shard(
-    root: nn.Module, units: Mapping[str, nn.Module] = MappingProxyType({})
-) -> list[ManagedParam]:
-    """Parameters of `root` and the modules in it that no call ignores, with their units."""
-    ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
-    found = [one for one in managed_params(root, units) if id(one.param) not in ignored]
-    managed = []
-    for one in found:
-        other = with_extension if is_extended(one.param) else as_managed
-        managed.append(other(one))
-    return managed
+def _params_of_model(root: nn.Module, units: Mapping[str, nn.Module]) -> list[ManagedParam]:
+    """Parameters of the model `root` and their units, with those that modules are to have in a
+    forward. Leaves out frozen ones that have joined it since the calls.
 
-
-def _domain(root: nn.Module) -> ShardDomain:
-    """The domain of the model `root`: the ranks that share it, and the scale of its gradients."""
-    mark = mark_on(root)
-    options = mark.options
-    shard, outer = options.groups
-    index = FSDPDistributedIndex(
-        shard,
-        device_type=options.device_type,
-        outer_fsdp_group=outer,
-        grad_scale=1.0 / rank_count(options.groups),
-    )
-    domain = index.domain(DENSE)
-    return replace(domain, mesh=options.mesh or domain.mesh)
+    ValueError if others have: no rank would have the gradients of others."""
+    options = mark_on(root).options
+    mesh = options.domain.mesh
+    device = device_of_type(root, options.device_type)
+    known = known_params(root)
+    found = []
+    joined = []
+    for entry in _not_ignored(root, units):
+        if waits_for_run(entry.param):
+            found.append(entry)
+        elif id(entry.param) in known or is_sharded_over(entry.param, mesh):
+            found.append(as_before_sharding(entry, known.get(id(entry.param)), mesh.ndim, device))
+        elif entry.param.requires_grad:
+            joined.append(
+                f"parameter {entry.fqns[0]} joined the model after the call of fully_shard with "
+                "its module, so each rank would train its own. Add it before, or call fully_shard "
+                "with the new module, too"
+            )
+    raise_problems(SUBJECT, joined)
+    return found
 
 
 def _engine(root: nn.Module) -> UserLoopEngine:
     """The engine that shards `root`. Collective. Raises as `_build`."""
     options = [mark.options for _, mark in marked(root)]
-    shared = _params_to_shard(root)
-    names = {one.fqns[0] for one in shared if one.in_module is one.param and not one.extension}
-    problems = _options_that_differ(options)
-    problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
-    raise_problems(SUBJECT, problems)
+    raise_problems(SUBJECT, _options_that_differ(options))
     device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
-    domains = {DENSE: _domain(root)}
+    domains = {DENSE: mark_on(root).options.domain}
     plans = _plans(root)
     config = with_single_rank_domains(_config(root, options), domains)
-    engine = build_engine(
-        UserLoopEngine,
-        SUBJECT,
-        root,
-        plans,
-        domains,
-        config,
-        device,
-        lambda module, parent: values_come_later,
-        quantized=TransformerEngineParams(),
-    )
+    shown = _show_unsharded(plans)
+    try:
+        engine = build_engine(
+            UserLoopEngine,
+            SUBJECT,
+            root,
+            plans,
+            domains,
+            config,
+            device,
+            lambda module, parent: values_come_later,
+            quantized=TransformerEngineParams(),
+        )
+    except BaseException:
+        for params, name, sharded in shown:
+            params[name] = sharded
+        raise
     engine.set_auto_sync(True)
     _set_units(engine, root, plans)
     mark_shards(engine, root, root)
-    give_addresses(engine.pairs)
+    for pair in engine.pairs:
+        give_address(pair.sharded)
     return engine
+
+
+def _show_unsharded(plans: Iterable[UnitPlan]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Puts unsharded parameters in the places of sharded ones. Returns the places and these."""
+    shown: list[tuple[dict[str, Any], str, Any]] = []
+    for entry in _entries_of(plans):
+        if entry.sharded is not None:
+            for owner, name in entry.slots:
+                shown.append((owner._parameters, name, entry.sharded))
+                owner._parameters[name] = entry.in_module
+    return shown
+
+
+def _entries_of(plans: Iterable[UnitPlan]) -> Iterator[ManagedParam]:
+    for plan in plans:
+        for entries in plan.groups.values():
+            yield from entries
 
 
 def _plans(root: nn.Module) -> list[UnitPlan]:
@@ -382,7 +393,7 @@ def _plans(root: nn.Module) -> list[UnitPlan]:
         if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward:
             look_ups.add(type(child))
     entries = []
-    for entry in _params_to_shard(root, units):
+    for entry in _params_of_model(root, units):
         policy = mark_on(units.get(entry.unit, root)).options.policy
         dtype = policy.param_dtype
         if entry.extension is not None:

@@ -13,6 +13,7 @@ from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
 from ..optim.residency import OFFLOAD_OPTION, Residency
 from ..optim.step import adopt, end_step
+from .fsdp2_model import make_engines
 from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
@@ -134,6 +135,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")
+    make_engines(_params_of(optimizer))
     engines = _engines_of(_params_of(optimizer))
     rule = _rule_for(optimizer, engines)
     # The user may read weights after a step without asking the engine.

@@ -133,11 +133,11 @@ def storages(engine: FsdpEngine) -> Storages:
             own = buffer.segments(group.shards.held)
             kept = own if group.key.quantized and not group.weights.write_planes else []
             if group.main.is_compute_weight:
-                found[MAIN_WEIGHTS].append((buffer.tensor, own))
+                found[MAIN_WEIGHTS] += [(storage, own) for storage in buffer.storages]
             elif not buffer.in_slot:
                 found[COMPUTE_WEIGHTS].append((buffer.tensor, kept))
         if not group.main.is_compute_weight and not group.main.is_on_host:
-            found[MAIN_WEIGHTS].append((group.main.buffer.tensor, None))
+            found[MAIN_WEIGHTS] += [(storage, None) for storage in group.main.buffer.storages]
         if group.key.requires_grad and not group.grads.main.in_slot:
             found[GRADIENTS].append((group.grads.main.tensor, ()))
     return found

@@ -106,7 +106,7 @@ class _GroupCopy:
                 self.gather_pairs += zip(buffer.segments(shards.full), inner, strict=True)
             if shards.splits_outer:
                 self.outer_pairs += zip(inner, held, strict=True)
-            self._held += held
+            self._held += buffer.parts_like(group.main.buffer, shards.held)
             self._sources += source
             self.items[plane.name] = buffer.params
             self._held_items[plane.name] = buffer.items(shards.held)

@@ -617,16 +617,21 @@ def _another_mesh(made: Any) -> None:
     ours(made, shard_placement_fn=lambda param: placed)
 
 
-@refused("late", "sharded already")
+@refused("late", "modules in it have run already")
 def _late(made: Any) -> None:
-    _read(ours(made.blocks[0]))
+    ours(made.blocks[0])(torch.ones(1, 10))
     ours(made)
+
+
+@refused("from outside in", "a part of a FSDPFeatures .*inner modules first")
+def _from_outside_in(made: Any) -> None:
+    ours(ours(made).blocks[0])
 
 
 @refused("policies", "mp_policy.reduce_dtype")
 def _policies(made: Any) -> None:
     ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    _read(ours(made))
+    ours(made)(tokens(0, 0, 0))
 
 
 @refused(

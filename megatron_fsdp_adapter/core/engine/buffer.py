@@ -103,6 +103,9 @@ class FlatBuffer:
     label = "a buffer"
     """Its name in messages: what is in it, and whose."""
 
+    has_padding = True
+    """True if elements of no parameter may lie between rows."""
+
     def __init__(
         self,
         numel: int,
@@ -129,6 +132,15 @@ class FlatBuffer:
             if not is_zero:
                 self.tensor.zero_()
         mark_owned(self.tensor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def storages(self) -> list[torch.Tensor]:
+        """A tensor over each of its storages."""
+        return [self.tensor]
 
     @property
     def allocated(self) -> bool:
@@ -221,6 +233,12 @@ class ShardedBuffer(FlatBuffer):
     def items(self, spec: ShardSpec) -> list[torch.Tensor]:
         """The rows of each parameter that belong to `spec`; zero rows where it has none."""
         return self._items[spec]
+
+    def parts_like(self, other: ShardedBuffer, spec: ShardSpec) -> list[torch.Tensor]:
+        """Parts of this buffer that have the sizes of those that `other` has as segments."""
+        if other.has_padding:
+            return self._segments[spec]
+        return [item.view(-1) for item in self._items[spec]]
 
     @functools.cached_property
     def params(self) -> list[torch.Tensor]:

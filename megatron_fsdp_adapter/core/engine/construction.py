@@ -28,13 +28,13 @@ from .buffer import (
     make_slots,
     weights_in_slot,
 )
-from .extensions import hide_given, plain_parts
+from .extensions import show_managed
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduction import DomainReduce, Scaled
-from .tensor_parallel import show_gathered, take_local_tensors
+from .tensor_parallel import show_gathered
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -79,18 +79,17 @@ def broadcast_weights(
     model that none of them had.
 
     Returns the first main weights of those parameters whose compute weights are not equal to them:
-    of parameters with another compute dtype, and of quantized ones (`QuantizedWeights.share`)."""
+    of parameters with another compute dtype, and of quantized ones (`QuantizedWeights.share`).
+    Parameters that are sharded already have none."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
             param = entry.param
+            if entry.sharded is not None and not key.quantized:
+                continue
             mine = [axis[key.domain] for axis in axes if key.domain in axis]
             for communicator in mine:
                 communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
-            if entry.extension is not None:
-                for part in plain_parts(entry.extension.given.detach()):
-                    _broadcast(part.view(torch.uint8), mine)
-                continue
             if quantized is not None and key.quantized:
                 share = partial(_broadcast, communicators=mine)
                 values[param] = quantized.share(param, share)
@@ -151,8 +150,7 @@ def build_units(
     slots = unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
         prepare(plan)
-        take_local_tensors(plan)
-        hide_given(plan)
+        show_managed(plan)
         values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
         groups = []
         for key, managed in plan.groups.items():

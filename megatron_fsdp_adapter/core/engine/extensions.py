@@ -49,41 +49,36 @@ def missing(tensor: Any) -> list[str]:
     return [name for name in (BEFORE, AFTER) if not hasattr(tensor, name)]
 
 
-def with_extension(entry: ManagedParam) -> ManagedParam:
-    """`entry` with a plain parameter without memory in place of that of the module."""
-    given = entry.param
-    known: Extension | None = vars(given).get("_fsdp_extension")
-    if known is None:
-        kind = type(given).__name__
-        shown = nn.Parameter(_without_memory(given, given.dtype), given.requires_grad)
-        known = Extension(given, kind, shown, given.requires_grad)
-        given._fsdp_extension = known  # type: ignore[attr-defined]  # for the next call
-    known.shown.requires_grad = known.is_trained = given.requires_grad
-    return replace(entry, param=known.shown, extension=known)
+def with_extension(entry: ManagedParam, device: torch.device) -> ManagedParam:
+    """`entry`, whose parameter is a sharded one, with a plain parameter without memory, which is on
+    `device`."""
+    sharded: Any = entry.param
+    trained = sharded.requires_grad
+    shown = nn.Parameter(_without_memory(sharded.shape, sharded.dtype, device), trained)
+    extension = Extension(type(sharded._local_tensor).__name__, sharded, shown, trained)
+    return replace(entry, param=shown, extension=extension, sharded=sharded)
 
 
-def _without_memory(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A plain tensor of the shape of `given`, on its device."""
-    made = torch.empty(given.shape, dtype=dtype, device=given.device)
+def _without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A plain tensor without elements in memory."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 
 
-def hide_given(plan: UnitPlan) -> None:
-    """Puts managed parameters into modules in place of those with extensions, which have got their
-    memory by now."""
+def show_managed(plan: UnitPlan) -> None:
+    """Puts managed parameters into modules in place of those with extensions."""
     for key, entries in plan.groups.items():
         for entry in entries:
             if entry.extension is not None:
-                _hide(entry, entry.extension.given, key.dtype)
+                _show_managed(entry, key.dtype)
 
 
-def _hide(entry: ManagedParam, given: nn.Parameter, dtype: torch.dtype) -> None:
+def _show_managed(entry: ManagedParam, dtype: torch.dtype) -> None:
     managed = entry.param
     marks = dict(vars(managed))
-    # It may have been on the meta device.
-    made = nn.Parameter(_without_memory(given, dtype), managed.requires_grad)
-    torch.utils.swap_tensors(managed, made)
+    empty = _without_memory(managed.shape, dtype, managed.device)
+    torch.utils.swap_tensors(managed, nn.Parameter(empty, managed.requires_grad))
     vars(managed).update(marks)
     for owner, name in entry.slots:
         owner._parameters[name] = managed
@@ -141,7 +136,7 @@ class ExtendedParam:
     Args:
         entry: the parameter.
         mesh: of the shard axis.
-        rank, size: on that axis.
+        size: ranks on that axis.
         dtype: in which modules compute.
     """
 
@@ -149,7 +144,6 @@ class ExtendedParam:
         self,
         entry: ManagedParam,
         mesh: DeviceMesh,
-        rank: int,
         size: int,
         dtype: torch.dtype,
         runtime: Runtime,
@@ -172,16 +166,8 @@ class ExtendedParam:
         self._sent: list[torch.Tensor] = []
         # The metadata for `fsdp_post_all_gather`, if that is still to be called.
         self._metadata: tuple[Any] | None = None
-        self.first_rows = self._split(rank)  # the local tensor of the sharded parameter
-
-    def _split(self, rank: int) -> torch.Tensor:
-        extension = self.extension
-        try:
-            rows = rows_of_rank(extension.given.detach(), rank, self._size)
-        except Exception as error:
-            raise ValueError(f"{self._named()} cannot be split: {error}. {REMEDY}") from error
-        extension.given = self.entry.param  # its memory goes
-        return rows
+        sharded: Any = self.extension.sharded
+        self.rows = sharded._local_tensor  # of this rank
 
     def _named(self) -> str:
         return f"parameter {self.entry.fqns[0]} (class {self.extension.kind})"
@@ -189,7 +175,8 @@ class ExtendedParam:
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The functions of the local tensor. RuntimeError if it lacks one: each rank would go on
         with values that no function has made."""
-        local: Any = self.extension.sharded._local_tensor  # type: ignore[union-attr]
+        sharded: Any = self.extension.sharded
+        local = sharded._local_tensor
         absent = missing(local)
         if absent:
             raise RuntimeError(
@@ -224,7 +211,8 @@ class ExtendedParam:
 
     def _check_sizes(self, sizes: Sequence[torch.Size]) -> None:
         """ValueError if this rank has fewer rows than others, and sends less."""
-        local: Any = self.extension.sharded._local_tensor  # type: ignore[union-attr]
+        sharded: Any = self.extension.sharded
+        local = sharded._local_tensor
         padded = torch.Size((self._most_rows, *self._shape[1:]))
         if local.size() != padded and any(size != padded for size in sizes):
             raise ValueError(
@@ -389,8 +377,8 @@ class ExtendedMainWeights:
         self._params = params  # in layout order
 
     def rows(self, index: int) -> torch.Tensor:
-        """The local tensor of the sharded parameter at `index`, when that is made."""
-        return self._params[index].first_rows
+        """The local tensor of the sharded parameter at `index`."""
+        return self._params[index].rows
 
     @property
     def buffer(self) -> Any:

@@ -40,6 +40,7 @@ from .extensions import ExtendedMainWeights, ExtendedParam, ExtendedWeights
 from .grad_buffers import GradBuffers
 from .partition import GroupKey, ManagedParam, UnitPlan
 from .quantized import QuantizedWeights
+from .rows_buffer import buffer_of_rows
 from .weight_buffers import MainWeights, WeightBuffers
 
 
@@ -87,7 +88,7 @@ class ParamGroup:
         if key.extended:
             self._build_extended(weight_slot, runtime)
         else:
-            self._build_weights(weight_slot, quantized, values)
+            self._build_weights(weight_slot, quantized, values, rows_of_sharded(managed))
         if key.requires_grad:
             self.grads = GradBuffers(
                 name,
@@ -99,12 +100,22 @@ class ParamGroup:
                 outer=domain.outer is not None,
             )
 
+    def _keeps_rows(self, rows: Mapping[nn.Parameter, torch.Tensor]) -> bool:
+        """True if main weights can be in `rows`. A program may have views of these, such as a state
+        dict of before the first forward."""
+        if len(rows) < len(self.managed) or self.key.quantized or self._main_is_on_host():
+            return False
+        return all(row.dtype == self._main_dtype() for row in rows.values())
+
     def _build_weights(
         self,
         slot: Slot,
         quantized: QuantizedWeights | None,
         values: Mapping[nn.Parameter, torch.Tensor],
+        rows: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
+        # All rows, if main weights are in the tensors that sharded parameters have.
+        self._own_rows = list(rows.values()) if self._keeps_rows(rows) else None
         # The weights that modules compute with.
         self.weights: Any = WeightBuffers(
             self.params,
@@ -115,10 +126,12 @@ class ParamGroup:
             keeps_shards=self._wants_shards(),
             is_gathered=self.shards.splits_axis and not self.is_single_rank,
             quantized=quantized,
+            without_values=rows,
+            own_rows=self._own_rows if self.is_single_rank else None,
         )
         # The weights that the optimizer updates.
         self.main: Any = MainWeights(
-            self._main_buffer(), self.weights, self.shards, self.params, values
+            self._main_buffer(), self.weights, self.shards, self.params, values, rows
         )
 
     def _build_extended(self, slot: Slot, runtime: Runtime) -> None:
@@ -126,10 +139,10 @@ class ParamGroup:
         mesh = self.domain.mesh
         if mesh.ndim > 1:
             mesh = mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
-        axis = self.domain.axis
+        size = self.domain.axis.size
         params = []
         for entry in self.managed:
-            params.append(ExtendedParam(entry, mesh, axis.rank, axis.size, self.key.dtype, runtime))
+            params.append(ExtendedParam(entry, mesh, size, self.key.dtype, runtime))
         nbytes = self.layout.item_numel * self.key.dtype.itemsize
         is_kept = not self.config.strategy.shard_weights
         self.weights = ExtendedWeights(params, nbytes, slot, is_kept)
@@ -167,9 +180,21 @@ class ParamGroup:
         if self._main_is_on_host():
             return self.shards.offloaded(dtype)
         is_plain = self.key.quantized is None
-        if is_plain and dtype == self.key.dtype and self.weights.is_kept:
+        same = is_plain and dtype == self.key.dtype and self.weights.is_kept
+        if self._own_rows is not None and not (same and self.is_single_rank):
+            return buffer_of_rows(self.shards, self._own_rows)
+        if same:
             return self.weights.unsharded[0]
         return self.shards.buffer(self.shards.held, dtype)
+
+
+def rows_of_sharded(managed: Sequence[ManagedParam]) -> dict[nn.Parameter, torch.Tensor]:
+    """This rank's rows of the parameters that are sharded already, by the unsharded ones."""
+    found = {}
+    for entry in managed:
+        if entry.sharded is not None:
+            found[entry.param] = entry.sharded._local_tensor  # type: ignore[attr-defined]
+    return found
 
 
 def group_shards(

@@ -33,7 +33,6 @@ from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like
 from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor, dtensor_over
 from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
-from .extensions import dtensor_of_rows
 from .group import ParamGroup
 from .partition import ManagedParam
 from .tensor_parallel import sharded_place
@@ -53,8 +52,6 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     if group.domain.outer is not None:
         placements.append(Shard(0) if group.shards.splits_outer else Replicate())
     placements.append(Shard(0) if group.shards.splits_axis else Replicate())
-    if group.key.extended:
-        return dtensor_of_rows(local, group.domain.mesh, placements, shape)
     shown = group.managed[index].dtensor
     if shown is not None:
         return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
@@ -99,14 +96,18 @@ def refuse_assigned_data(pairs: Iterable[ParamPair]) -> None:
     """RuntimeError if a program has assigned to `data` of a parameter or a gradient: a DTensor of
     torch's keeps its local tensor then, so that the values would be lost without an error."""
     for pair in pairs:
-        for what, value in (("data", pair.sharded), ("grad.data", pair.grad)):
-            storage = getattr(value, "_fsdp_storage", None)
-            if storage is not None and value.untyped_storage()._cdata != storage:  # type: ignore[union-attr]
-                raise RuntimeError(
-                    f"{what} of parameter {pair.managed.fqns[0]} was assigned, but a DTensor keeps "
-                    "its local tensor, so the values would be lost. Write them in place: "
-                    "parameter.copy_(values)"
-                )
+        refuse_assigned(pair.sharded, f"data of parameter {pair.managed.fqns[0]}")
+        refuse_assigned(pair.grad, f"grad.data of parameter {pair.managed.fqns[0]}")
+
+
+def refuse_assigned(value: Any, name: str) -> None:
+    """RuntimeError if `data` of a DTensor was assigned. name: of the data."""
+    storage = getattr(value, "_fsdp_storage", None)
+    if storage is not None and value.untyped_storage()._cdata != storage:
+        raise RuntimeError(
+            f"{name} was assigned, but a DTensor keeps its local tensor, so the values would be "
+            "lost. Write them in place: parameter.copy_(values)"
+        )
 
 
 @dataclass(eq=False)
@@ -176,23 +177,29 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
         trainable = group.key.requires_grad
         held = group.shards.held
         for index, managed in enumerate(group.managed):
-            rows = as_dtensor(group.main.rows(index), group, index)
-            made = nn.Parameter(rows, requires_grad=trainable)
-            sharded = managed.shown_as(made)
-            if managed.extension is not None:
-                managed.extension.sharded = sharded
+            rows = group.main.rows(index)
+            sharded: Any = managed.sharded
+            if sharded is None:
+                made = as_dtensor(rows, group, index)
+                sharded = nn.Parameter(made, requires_grad=trainable)
+            else:
+                sharded._local_tensor = rows
             if group.main.is_on_host:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
                 # refuses a gradient on another device than its parameter's.
-                sharded._local_tensor = group.main.buffer.items(held)[index]  # type: ignore[attr-defined]
-            grad = (
-                as_dtensor(group.grads.main.items(held)[index], group, index) if trainable else None
-            )
+                sharded._local_tensor = group.main.buffer.items(held)[index]
+            grad = None
+            if trainable and managed.sharded is None:
+                grad = as_dtensor(group.grads.main.items(held)[index], group, index)
+            elif trainable:
+                spec = sharded._spec
+                place = (spec.mesh, spec.placements, spec.shape, spec.stride)
+                grad = dtensor_over(group.grads.main.items(held)[index], *place)
             for value in (sharded, grad):
                 if value is not None:
-                    mark_as_part_of_buffer(value)  # type: ignore[arg-type]
+                    mark_as_part_of_buffer(value)
             if grad is not None and grad.dtype != sharded.dtype:
-                sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+                sharded.grad_dtype = grad.dtype
             pairs.append(ParamPair(managed, group, index, sharded, grad))
     return pairs
 

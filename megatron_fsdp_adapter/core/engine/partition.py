@@ -90,10 +90,10 @@ class Extension:
     """The parameters beside the managed one, if that is gathered by functions of its own
     (`extensions.py`)."""
 
-    # That of the module, of class `kind`; the managed one as soon as this rank has its rows.
-    given: nn.Parameter
-    # Name of the class of the module's parameter.
+    # Name of the class of its values.
     kind: str
+    # The sharded parameter, whose local tensor has the functions.
+    sharded: nn.Parameter
     # The parameter that modules have while it is unsharded: the managed one until `is_made`.
     shown: nn.Parameter
     # Whether it may be trained.
@@ -102,8 +102,6 @@ class Extension:
     policy: Any = None
     # Whether weights were gathered before.
     is_made: bool = False
-    # The sharded parameter, whose local tensor has the functions.
-    sharded: nn.Parameter | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +116,8 @@ class ManagedParam:
     writer: how its gradient is written.
     dtensor: the parameter that modules have, if that is a DTensor over `param`
         (`tensor_parallel.py`); None if modules have `param` itself.
+    sharded: the sharded parameter, if it was made before the engine is. Its local tensor has the
+        first main weights, and `param` has no values then, unless it is quantized.
     extension: its other parameters, if it is gathered by functions of its own; else None.
     format: of its compute weights, if they are quantized; None for others.
     compute_dtype: of its compute weights; None for its own dtype, which quantized weights and
@@ -134,6 +134,7 @@ class ManagedParam:
     format: WeightFormat | None = None
     compute_dtype: torch.dtype | None = None
     dtensor: nn.Parameter | None = None
+    sharded: nn.Parameter | None = None
     extension: Extension | None = None
 
     @property
@@ -142,11 +143,6 @@ class ManagedParam:
         if self.extension is not None:
             return self.extension.shown
         return self.param if self.dtensor is None else self.dtensor
-
-    @property
-    def given(self) -> nn.Parameter:
-        """The parameter that modules had before it was managed."""
-        return self.in_module if self.extension is None else self.extension.given
 
     def over(self, local: nn.Parameter) -> ManagedParam:
         """This one with `local` in place of the parameter that modules have."""
@@ -174,16 +170,6 @@ class ManagedParam:
         another one."""
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
-
-    def shown_as(self, made: nn.Parameter) -> nn.Parameter:
-        """The parameter to show for `made`.
-
-        One may have been shown before there was memory, and an optimizer may have it already. That
-        one is returned, and becomes what `made` is. Otherwise `made` is returned."""
-        shown: nn.Parameter = vars(self.in_module).pop("_fsdp_shown", made)
-        if shown is not made:
-            torch.utils.swap_tensors(shown, made)
-        return shown
 
     def spec(self, index: int, key: GroupKey) -> ParamSpec:
         """The layout planner's description of this parameter, as number `index` of the group of

@@ -52,17 +52,6 @@ def as_managed(entry: ManagedParam) -> ManagedParam:
     return entry.over(local)
 
 
-def take_local_tensors(plan: UnitPlan) -> None:
-    """Gives managed parameters the local tensors that modules' parameters have got since, if they
-    were on the meta device."""
-    for entries in plan.groups.values():
-        for entry in entries:
-            if entry.dtensor is not None and entry.param.is_meta:
-                local: Any = entry.dtensor
-                made = nn.Parameter(local._local_tensor, entry.param.requires_grad)
-                torch.utils.swap_tensors(entry.param, made)
-
-
 def show_gathered(plan: UnitPlan) -> None:
     """Makes modules' DTensors ones over the managed parameters, which are views of flat buffers
     now. Has gradients handed over."""

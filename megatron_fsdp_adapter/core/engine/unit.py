@@ -126,12 +126,12 @@ class Unit:
 
     def _find_params(self) -> None:
         # A parameter with extensions is the one that modules have: another object once it is made.
-        params = []
+        params: list[tuple[ParamGroup, nn.Parameter]] = []
         for group in self.groups:
             shown = group.in_modules if group.key.extended else group.params
             params += [(group, param) for param in shown]
-        shown = [one.dtensor for group in self.groups for one in group.managed]
-        dtensors = [param for param in shown if param is not None]
+        given = [one.dtensor for group in self.groups for one in group.managed]
+        dtensors = [param for param in given if param is not None]
         # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
         # Those whose weights are not main weights: what is written to them is lost.

@@ -16,7 +16,7 @@ optim_grads_params keeps its shard of compute weights, in any format, between st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.core.layout.format import Plane
 
 from .buffer import GroupShards, ShardedBuffer, Slot, copies_to, copy_each
 from .quantized import QuantizedWeights
+from .rows_buffer import buffer_of_rows
 
 
 class WeightBuffers:
@@ -43,6 +44,9 @@ class WeightBuffers:
         keeps_shards: a shard is kept beside them, if they do not stay.
         is_gathered: there is a gather over the shard axis.
         quantized: library of quantized weights, where the format is a quantized one.
+        without_values: those of `params` that have no values; the first gather brings them.
+        own_rows: of a group that one rank has: tensors that the weights are in, if they have its
+            dtype.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class WeightBuffers:
         keeps_shards: bool,
         is_gathered: bool,
         quantized: QuantizedWeights | None,
+        without_values: Collection[nn.Parameter] = (),
+        own_rows: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.slot = slot  # fixed memory of unsharded weights, or none
         # Whether unsharded weights stay while the unit does not compute.
@@ -63,6 +69,9 @@ class WeightBuffers:
         self.write_planes: Callable[..., None] | None = None
         # For each plane of the format, the buffer that modules compute with.
         self.unsharded: list[ShardedBuffer] = []
+        if own_rows is not None and own_rows[0].dtype == planes[0].dtype:
+            self.unsharded.append(buffer_of_rows(shards, own_rows))
+            planes = ()
         for plane in planes:
             memory = slot.take(plane.nbytes(shards.full.layout.total_numel))
             self.unsharded.append(shards.buffer(shards.full, plane=plane, memory=memory))
@@ -70,7 +79,7 @@ class WeightBuffers:
         self.sharded = self.unsharded
         if keeps_shards and not is_kept:
             self.sharded = [shards.buffer(shards.inner, plane=plane) for plane in planes]
-        self._move(params, quantized)
+        self._move(params, quantized, without_values)
         # Output and input of the gather over each axis, of all planes; empty where nothing is
         # sharded over it.
         self.gather_pairs: list[Pair] = []
@@ -85,13 +94,20 @@ class WeightBuffers:
                 self.outer_pairs += zip(inner, shard.segments(shards.held), strict=True)
         # `held` of each segment of the weights that main weights are cast to.
         self.held_segments = [] if quantized else self.sharded[0].segments(shards.held)
+        self._shards = shards  # of the group's layout
 
-    def _move(self, params: Sequence[nn.Parameter], quantized: QuantizedWeights | None) -> None:
+    def _move(
+        self,
+        params: Sequence[nn.Parameter],
+        quantized: QuantizedWeights | None,
+        without_values: Collection[nn.Parameter],
+    ) -> None:
         for index, param in enumerate(params):
             views = {full.plane.name: full.params[index] for full in self.unsharded}
             if quantized is None:
                 (view,) = views.values()
-                view.copy_(param.data)
+                if param not in without_values:
+                    view.copy_(param.data)
                 param.data = view
             else:
                 quantized.move(param, views)
@@ -110,6 +126,13 @@ class WeightBuffers:
     def nbytes(self) -> int:
         """Bytes of unsharded weights."""
         return sum(full.nbytes for full in self.unsharded)
+
+    def parts_like(self, main: ShardedBuffer) -> list[torch.Tensor]:
+        """The parts of the weights that the segments of `main` are cast to; none of quantized
+        weights."""
+        if not self.held_segments:
+            return []
+        return self.sharded[0].parts_like(main, self._shards.held)
 
     def cast_planes_by(self, write: Callable[..., None]) -> None:
         """Sets the function that each gather calls to write planes that are not kept."""
@@ -136,6 +159,7 @@ class MainWeights:
         shards: of the group's layout.
         params: unsharded parameters, in layout order.
         values: by parameter, the first main weights; a parameter without begins with its weights.
+        rows: likewise this rank's rows of them.
     """
 
     def __init__(
@@ -145,25 +169,31 @@ class MainWeights:
         shards: GroupShards,
         params: Sequence[nn.Parameter],
         values: Mapping[nn.Parameter, torch.Tensor],
+        rows: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
         self.device_buffer = device_buffer  # the one that the optimizer updates
         # The one that has the values between steps, in host memory or not.
         self.buffer = device_buffer.host or device_buffer
-        self.dtype = device_buffer.tensor.dtype  # of the elements
+        self.dtype = device_buffer.dtype  # of the elements
         # Whether compute weights equal the main weights in host memory.
-        self.is_cast = True
+        self.is_cast = not rows
         self._weights = weights  # that they are cast to
         self._shards = shards  # of the group's layout
         self._segments = self.buffer.segments(shards.held)  # what is cast
-        self._cast = copies_to(weights.held_segments)  # casts that to compute weights
-        if not self.is_compute_weight and weights.held_segments:
-            copy_each(self._segments, weights.held_segments)
+        self._targets = weights.parts_like(self.buffer)  # what that is cast to
+        self._cast = copies_to(self._targets)  # casts it
+        has_values = self.is_compute_weight or not self.buffer.has_padding
+        if self._targets and not has_values:
+            copy_each(self._segments, self._targets)
         for index, param in enumerate(params):
-            if param in values:
+            own = self.buffer.items(shards.held)[index]
+            if param in rows:
+                if own is not rows[param]:
+                    own.copy_(rows[param])
+            elif param in values:
                 part = shards.held.range(index)
-                rows = self.buffer.items(shards.held)[index]
                 given = values[param].reshape(-1)[part.start : part.stop]
-                rows.copy_(given.view(rows.shape))
+                own.copy_(given.view(own.shape))
 
     def rows(self, index: int) -> torch.Tensor:
         """This rank's rows of the parameter at `index`, on the device."""
@@ -191,7 +221,7 @@ class MainWeights:
         weights = self._weights
         if weights.write_planes is not None:
             weights.write_planes()
-        if self.is_compute_weight or not weights.held_segments:
+        if self.is_compute_weight or not self._targets:
             return
         if not (self.is_on_host and self.is_cast):
             self._cast(self._segments)
@@ -201,5 +231,5 @@ class MainWeights:
         """Casts main weights that are in host memory, from the device buffer in which an optimizer
         has just updated them."""
         if self.is_on_host:
-            copy_each(self._weights.held_segments, self.device_buffer.segments(self._shards.held))
+            copy_each(self._targets, self.device_buffer.segments(self._shards.held))
             self.is_cast = True

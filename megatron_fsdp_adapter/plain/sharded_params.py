@@ -1,0 +1,294 @@
+"""Sharded parameters, which a call of `fully_shard` puts in the place of a module's own.
+
+    lin.weight    before the call    the original: all rows
+                  after the call     a DTensor of torch's: this rank's rows, in memory of their own
+                  in a forward       the original again, a view of gathered weights
+
+No engine is needed for that. So optimizers, loads, `to_empty`, initializers and state dicts meet
+DTensors of torch's and nothing else until the model runs. The engine then takes over the DTensors,
+with the memory that they have: views of it, such as state dicts of before, stay true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ..build.building import for_training
+from ..build.same_model import raise_if_different
+from ..core.dtensor.uneven import dtensor_over
+from ..core.engine.extensions import (
+    REMEDY,
+    dtensor_of_rows,
+    plain_parts,
+    rows_of_rank,
+    with_extension,
+)
+from ..core.engine.params import (
+    ReshardedDTensor,
+    ReshardedParameter,
+    mark_as_part_of_buffer,
+    refuse_assigned,
+)
+from ..core.engine.partition import ManagedParam
+from ..core.engine.tensor_parallel import as_managed, sharded_place
+from ..quantized.params import kind_of
+from .accelerate import give_address
+from .extended import is_extended
+from .mesh import MeshGroups
+
+LABEL = "_fsdp_label"
+"""Attribute of an original parameter: its name, for errors."""
+SHARDED = "_fsdp_sharded"
+"""Attribute of an original parameter: the sharded one that took its place."""
+
+
+class ShardedParam(NamedTuple):
+    """A parameter that a call has sharded."""
+
+    # The DTensor that modules show.
+    sharded: nn.Parameter
+    # The parameter that they had, which has no values while the other is shown. None if modules are
+    # to have another one, which gather extensions make.
+    original: nn.Parameter | None
+
+
+def is_sharded_over(param: Any, mesh: DeviceMesh) -> bool:
+    """True if `param` is a DTensor whose first mesh dims are those of `mesh`."""
+    if not isinstance(param, DTensor):
+        return False
+    over = param.device_mesh
+    if over == mesh:
+        return True
+    names = over.mesh_dim_names or ()
+    return over.ndim > mesh.ndim and names[: mesh.ndim] == mesh.mesh_dim_names
+
+
+def waits_for_run(param: torch.Tensor) -> bool:
+    """True for a parameter that is sharded only when the model first runs or is first read: one of
+    Transformer Engine's quantized weights, whose values are in other tensors."""
+    return kind_of(type(param)) is not None
+
+
+def placements_over(mesh: DeviceMesh) -> list[Placement]:
+    """The placements of sharded parameters over (replicas, shards) or (shards,)."""
+    replicas: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    return [*replicas, Shard(0)]
+
+
+@for_training()
+def shard_params(
+    subject: str,
+    entries: Sequence[ManagedParam],
+    groups: MeshGroups,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> list[ShardedParam]:
+    """Puts sharded parameters in the place of those of `entries`. Collective, unless all are on the
+    meta device: all ranks get the rows of the first rank's values.
+
+    Raises:
+        ValueError: the parameters of the ranks differ in names, shapes or dtypes.
+    """
+    ranks = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+    if any(not entry.param.is_meta for entry in entries):
+        raise_if_different(subject, [_described(entry) for entry in entries], ranks)
+    found = []
+    for entry in entries:
+        original = entry.param
+        own_way = is_extended(original)
+        local = _local(original).detach()
+        if not local.is_meta:
+            local = local.to(device)
+            _broadcast(local, ranks)
+        make = _sharded_by_its_class if own_way else _sharded
+        sharded = make(entry, local, groups[0], mesh)
+        mark_as_part_of_buffer(sharded)
+        give_address(sharded)
+        if not own_way:  # as of torch's FSDP2, it has nothing of the class
+            _copy_marks(original, sharded)
+            _empty(original, device)
+        vars(original)[LABEL] = f"parameter {entry.fqns[0]}"
+        vars(original)[SHARDED] = sharded
+        for owner, name in entry.slots:
+            owner._parameters[name] = sharded
+        found.append(ShardedParam(sharded, None if own_way else original))
+    return found
+
+
+def _described(entry: ManagedParam) -> str:
+    param = entry.param
+    names = " = ".join(entry.fqns)
+    state = "trained" if param.requires_grad else "frozen"
+    return f"parameter {names} {tuple(param.shape)} {param.dtype} {state}, {param.is_meta=}"
+
+
+def _local(param: Any) -> torch.Tensor:
+    """The values that this rank has of a parameter."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _broadcast(values: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Gives all ranks the values of the first one. Along the axes from inside out this reaches
+    every rank."""
+    for part in plain_parts(values):
+        whole = part.contiguous()
+        for group in reversed(list(groups)):
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
+        if whole is not part:
+            part.copy_(whole)
+
+
+def _sharded_by_its_class(
+    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, mesh: DeviceMesh
+) -> Any:
+    """The sharded parameter of one whose class has gather extensions. ValueError if the class
+    cannot split it."""
+    try:
+        rows = rows_of_rank(local, dist.get_rank(group), dist.get_world_size(group))
+    except Exception as error:
+        kind = type(entry.param).__name__
+        raise ValueError(
+            f"parameter {entry.fqns[0]} (class {kind}) cannot be split: {error}. {REMEDY}"
+        ) from error
+    made = dtensor_of_rows(rows, mesh, placements_over(mesh), local.shape)
+    return nn.Parameter(made, entry.param.requires_grad)
+
+
+def _sharded(
+    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, mesh: DeviceMesh
+) -> Any:
+    """The sharded parameter of a plain one, or of a DTensor. Its rows of `local` have memory of
+    their own."""
+    original = entry.param
+    whole = local.view(1) if local.ndim == 0 else local  # a scalar is one row
+    chunks = torch.chunk(whole, dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    part = chunks[rank] if rank < len(chunks) else whole[:0]
+    rows = torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part)
+    placements = placements_over(mesh)
+    if isinstance(original, DTensor):
+        made = dtensor_over(rows, *sharded_place(original, mesh, placements))
+    else:
+        stride = torch.empty(whole.shape, device="meta").stride()
+        made = dtensor_over(rows, mesh, placements, whole.shape, stride)
+    return nn.Parameter(made, original.requires_grad)
+
+
+def _copy_marks(original: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Gives the sharded parameter the attributes that a program has set on the original."""
+    for key, value in vars(original).items():
+        if not key.startswith("_fsdp_"):
+            setattr(sharded, key, value)
+
+
+def _empty(original: Any, device: torch.device) -> None:
+    """Takes the memory of a parameter. It keeps shape and dtype; reading it raises an error."""
+    if original.is_meta:
+        return
+    local = _local(original)
+    nothing = torch.empty((), dtype=local.dtype, device=device).expand(local.shape)
+    if isinstance(original, DTensor):
+        original._local_tensor = nothing
+        original.__class__ = ReshardedDTensor
+    else:
+        original.data = nothing
+        if type(original) is nn.Parameter:
+            original.__class__ = ReshardedParameter
+
+
+def show_tied(entries: Iterable[ManagedParam]) -> None:
+    """Puts sharded parameters into further places of their originals: of a weight that is tied to
+    one that an earlier call has sharded."""
+    for entry in entries:
+        sharded = vars(entry.param).get(SHARDED)
+        if sharded is not None:
+            for owner, name in entry.slots:
+                owner._parameters[name] = sharded
+
+
+@contextlib.contextmanager
+def keeping_params(module: Any) -> Iterator[None]:
+    """If other DTensors are put in the place of those in `module` within it, these get what the
+    others are, and stay."""
+    before = []
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if isinstance(param, DTensor):
+                before.append((owner._parameters, name, param))
+    yield
+    moved = set()
+    for params, name, param in before:
+        other = params[name]
+        if other is not param and isinstance(other, DTensor):
+            if id(param) not in moved:
+                torch.utils.swap_tensors(param, other)
+                moved.add(id(param))
+            params[name] = param
+
+
+def as_before_sharding(
+    entry: ManagedParam, found: ShardedParam | None, dims: int, device: torch.device
+) -> ManagedParam:
+    """`entry`, whose parameter is a sharded one, with the parameter that modules are to have in a
+    forward: the original of `found`, or a new one if the program has put another DTensor there.
+
+    dims: mesh dims over which rows are split or replicated. ValueError if that DTensor is sharded
+    in another way; RuntimeError if the program has assigned to its `data`.
+    """
+    sharded: Any = entry.param
+    refuse_assigned(sharded, f"data of parameter {entry.fqns[0]}")
+    *outer, last = sharded.placements[:dims]
+    splits_rows = isinstance(last, (Shard, _StridedShard)) and last.dim == 0
+    if not splits_rows or not all(one.is_replicate() for one in outer):
+        raise ValueError(
+            f"parameter {entry.fqns[0]}: it was replaced by a DTensor with the placements "
+            f"{sharded.placements}. Put one there that is sharded as the former was"
+        )
+    if is_extended(sharded):
+        return with_extension(entry, device)
+    original = _without_values(sharded, None if found is None else found.original, dims, device)
+    original.requires_grad = sharded.requires_grad
+    return as_managed(replace(entry, param=original, sharded=sharded))
+
+
+def _without_values(sharded: Any, original: Any, dims: int, device: torch.device) -> nn.Parameter:
+    """The parameter of which `sharded` has rows, `original` if there is one, in the dtype of the
+    rows. It takes no memory. dims: mesh dims over which rows are split."""
+    names = sharded.device_mesh.mesh_dim_names
+    is_parallel = sharded.device_mesh.ndim > dims
+    shape = tuple(sharded.shape)
+    if is_parallel:
+        inner = sharded.device_mesh[tuple(names[dims:])]
+        placements = sharded.placements[dims:]
+        shape = compute_local_shape_and_global_offset(shape, inner, placements)[0]
+    if original is not None:
+        shape = tuple(_local(original).shape)
+    nothing = torch.empty((), dtype=sharded.dtype, device=device).expand(shape)
+    if original is None:
+        made = nothing
+        if is_parallel:
+            made = dtensor_over(nothing, inner, placements, sharded.shape, sharded.stride())
+        return nn.Parameter(made)
+    if is_parallel:
+        original._local_tensor = nothing
+        original.__class__ = DTensor
+    elif original.is_meta:
+        marks = dict(vars(original))
+        torch.utils.swap_tensors(original, nn.Parameter(nothing))
+        vars(original).update(marks)
+    else:
+        if type(original) is ReshardedParameter:
+            original.__class__ = nn.Parameter  # type: ignore[assignment]
+        original.data = nothing
+    return original
