@@ -53,13 +53,14 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
 
     Raises:
         ValueError: `mesh` has more dims, two without names, or a dim of several model-parallel
-            ranks; or `dims` names none for shards.
+            ranks; or `dims` names none for shards, or leaves out one of several ranks.
     """
     if mesh is None:
         return dist.distributed_c10d._get_default_group(), None
     if not isinstance(mesh, DeviceMesh):
         return mesh, None
     if dims is not None:
+        _refuse_left_out(mesh, dims)
         shard = _group_along(mesh, dims.shard_names)
         outer = _group_along(mesh, dims.replicate_names)
         if shard is None:
@@ -122,6 +123,23 @@ def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
             "they cannot share shards. Pass the data-parallel dims, as mesh['dp']"
         )
     return True
+
+
+def _refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
+    """ValueError if `dims` leaves out a dim of several ranks: torch takes parameters over all dims
+    then, as DTensors or annotated (`spmd_types`)."""
+    named = {*dims.shard_names, *dims.replicate_names}
+    left_out = []
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        if name not in named and size > 1:
+            left_out.append(name)
+    if left_out:
+        raise ValueError(
+            f"dp_mesh_dims={dims}: {left_out} of the mesh have several ranks and are not in it. "
+            "Parameters over all dims of a mesh are not supported. Pass mesh['dp'] alone, and "
+            "parameters that are DTensors over the other dims (torchtitan: "
+            "spmd_backend='partial_dtensor')"
+        )
 
 
 def _group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:

@@ -243,6 +243,9 @@ def test_meshes_of_fsdp2(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrapped(model(), mesh=_mesh((2, 2), *names.split()))
+    shards = DataParallelMeshDims(shard="r")
+    with pytest.raises(ValueError, match=r"\['s'\] of the mesh have several ranks"):
+        ours(model(), mesh=_mesh((2, 2), "r", "s"), dp_mesh_dims=shards)
 
 
 @pytest.mark.parametrize(("first", "warns"), [("dp_shard", True), ("dp_replicate", False)])
