@@ -135,10 +135,9 @@ def _refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
             left_out.append(name)
     if left_out:
         raise ValueError(
-            f"dp_mesh_dims={dims}: {left_out} of the mesh have several ranks and are not in it. "
-            "Parameters over all dims of a mesh are not supported. Pass mesh['dp'] alone, and "
-            "parameters that are DTensors over the other dims (torchtitan: "
-            "spmd_backend='partial_dtensor')"
+            f"dp_mesh_dims={dims}: {left_out} of the mesh have several ranks and are not in it, "
+            "but parameters over all dims of a mesh are not supported. Pass the data-parallel dims "
+            "alone, as mesh['dp'] (torchtitan: spmd_backend='partial_dtensor')"
         )
 
 
