@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.rank_warnings import warn
+from ..core.topology import ShardDomain
 from ..plan.unsharded_budget import GIB
 
 NOTHING = (
@@ -41,10 +42,8 @@ def announce(root: nn.Module, engine: FsdpEngine) -> None:
 
 def described(root: nn.Module, engine: FsdpEngine) -> str:
     """Text with a model's class, units, ranks, bytes on this rank, and dtypes."""
-    domain = engine.groups[0].domain
-    ranks = _counted(domain.axis.size, "rank")
-    if domain.outer_size > 1:
-        ranks = f"{_counted(domain.outer_size, 'replica')} of {ranks}"
+    each = dict.fromkeys(_ranks(group.domain) for group in engine.groups)
+    ranks = ", others over ".join(each)
     units = _counted(len(engine.units), "unit")
     here = 0
     whole = 0
@@ -59,6 +58,13 @@ def described(root: nn.Module, engine: FsdpEngine) -> str:
         f"{here / GIB:.3f} of {whole / GIB:.3f} GiB of parameters on each; parameters in {own}, "
         f"compute in {computed}, gradients reduced in {reduced}"
     )
+
+
+def _ranks(domain: ShardDomain) -> str:
+    ranks = _counted(domain.axis.size, "rank")
+    if domain.outer_size == 1:
+        return ranks
+    return f"{_counted(domain.outer_size, 'replica')} of {ranks}"
 
 
 def _counted(number: int, what: str) -> str:

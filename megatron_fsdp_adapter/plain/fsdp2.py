@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ from ..core.problems import raise_problems
 from ..plan.module_problems import module_problems
 from ..state.not_copyable import NotCopyable
 from . import extended
+from .call_options import FullyShardOptions
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
     MARK,
     SUBJECT,
     WITHIN,
-    FullyShardOptions,
     Mark,
     Model,
     UnitSetting,
@@ -59,7 +59,7 @@ from .fsdp2_model import (
     set_on,
     shard_now,
 )
-from .mesh import MeshGroups, data_parallel_groups, data_parallel_mesh, device_type_of
+from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
 from .sharded_params import keeping_params, show_tied
 
 
@@ -334,9 +334,10 @@ def fully_shard(
         device_type=device_type_of(mesh),
     )
     # All are checked before one is changed.
+    elsewhere: dict[int, FullyShardOptions] = {}
     for one in modules:
         show_tied(managed_params(one))
-        _check(one, shard_placement_fn, options)
+        elsewhere |= _check(one, shard_placement_fn, options)
     for one in modules:
         model = Model(weakref.ref(one))
         mark = Mark(options, model)
@@ -350,7 +351,7 @@ def fully_shard(
             inner = mark_of(child)
             if inner is not None:
                 inner.model = model
-        shard_now(one, mark)
+        shard_now(one, mark, elsewhere)
     return module
 
 
@@ -358,23 +359,27 @@ def _check(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any] | None,
     options: FullyShardOptions,
-) -> None:
-    """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
+) -> dict[int, FullyShardOptions]:
+    """Returns what `_placed_elsewhere` does. ValueError for a module that `fully_shard` cannot be
+    called with, or cannot shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
+    elsewhere: dict[int, FullyShardOptions] = {}
+    if placement_of is not None:
+        elsewhere = _placed_elsewhere(module, placement_of, options, found)
     plain: set[str] = set()
     for entry in params_to_shard(module, options):
         param = entry.param
+        own = elsewhere.get(id(param), options)
         problem = extended.problem_of(param, options.offload)
         if isinstance(param, DTensor):
-            problem = problem or problem_of(param, options.mesh)
+            problem = problem or problem_of(param, own.mesh)
         elif not extended.is_extended(param):
             plain.update(entry.fqns)
         if problem:
             found.append(f"parameter {entry.fqns[0]} ({tuple(param.shape)}): {problem}")
     found += module_problems(module, None, None, None, plain.__contains__, may_be_frozen=True)
-    if placement_of is not None:
-        found += _placement_problems(module, placement_of, options.ignored, options.groups)
     raise_problems(SUBJECT, found)
+    return elsewhere
 
 
 def _problems_of_call(module: nn.Module) -> Iterator[str]:
@@ -397,40 +402,31 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _placement_problems(
+def _placed_elsewhere(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any],
-    ignored: Collection[nn.Parameter],
-    groups: MeshGroups,
-) -> Iterator[str]:
-    """Problems of what `placement_of` returns for the parameters of the unit `module`: None,
-    torch's Shard, or torch's `ShardPlacementResult`, which has a Shard and a mesh."""
-    others = {id(param) for param in ignored}
-    for inner, _ in marked(module):
-        others.update(id(param) for param in inner.parameters())
-    for name, param in module.named_parameters():
-        if id(param) in others:
-            continue
+    options: FullyShardOptions,
+    found: list[str],
+) -> dict[int, FullyShardOptions]:
+    """Options over other ranks, by the id of a parameter for which `placement_of` returns such.
+
+    It returns None, torch's Shard, or torch's `ShardPlacementResult`, which has a Shard and a mesh.
+    Adds problems to `found`."""
+    others: dict[object, FullyShardOptions] = {}
+    elsewhere = {}
+    for entry in params_to_shard(module, options):
+        param = entry.param
         placed = placement_of(param)
         dim = getattr(getattr(placed, "placement", placed), "dim", 0)
         dims = max(param.ndim, 1)  # a scalar is one row
         if not -dims <= dim < dims:
-            yield (
-                f"shard_placement_fn returned Shard({dim}) for parameter {name}, which has "
-                f"{param.ndim} dims. Return one of these, or None"
+            found.append(
+                f"shard_placement_fn returned Shard({dim}) for parameter {entry.fqns[0]}, which "
+                f"has {param.ndim} dims. Return one of these, or None"
             )
-        over = getattr(placed, "mesh_info", None)
-        if over is not None and _ranks_over(over) != _ranks_of(groups):
-            yield (
-                f"shard_placement_fn returned another mesh, {over.mesh}, for parameter {name}: a "
-                "model has one. Return none, or use torch's fully_shard for this model"
-            )
-
-
-def _ranks_over(info: Any) -> list[list[int]]:
-    """Ranks of the shard axis, and of the replicas, of a `FSDPMeshInfo` of torch."""
-    return _ranks_of((info.shard_process_group, getattr(info, "replicate_process_group", None)))
-
-
-def _ranks_of(groups: MeshGroups) -> list[list[int]]:
-    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
+        info = getattr(placed, "mesh_info", None)
+        if info is not None:
+            own = options.over(info)
+            ranks = tuple(map(dist.get_process_group_ranks, filter(None, own.groups)))
+            elsewhere[id(param)] = others.setdefault(str(ranks), own)
+    return elsewhere

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
-from ..core.distributed_index import FSDPDistributedIndex
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -28,14 +25,14 @@ from ..core.engine.partition import (
     units_that_look_up,
 )
 from ..core.problems import raise_problems
-from ..core.topology import DENSE, ShardDomain
+from ..core.topology import DENSE
 from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_address
 from .building import mark_shards, trained_dtype
+from .call_options import FullyShardOptions, ModelDomains
 from .casts import cast_inputs_of, cast_outputs_of
 from .feedback import announce
-from .mesh import MeshGroups, rank_count
 from .sharded_params import (
     ShardedParam,
     as_before_sharding,
@@ -55,61 +52,6 @@ ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 UnitSetting = Callable[[UserLoopEngine, Any], None]
 """Sets something of a unit, with the model's engine."""
-
-
-@dataclass(frozen=True)
-class FullyShardOptions:
-    """The arguments of one call of `fully_shard`.
-
-    Attributes:
-        groups: those of the shard axis and of the replicas.
-        mesh: the mesh that parameters show; None if the engine makes one of `groups`.
-        reshards: whether weights are resharded after forward.
-        ignored: parameters that are not sharded.
-        device_type: type of the devices that have the shards.
-    """
-
-    groups: MeshGroups
-    mesh: DeviceMesh | None
-    reshards: bool
-    policy: MixedPrecisionPolicy
-    offload: bool
-    ignored: frozenset[nn.Parameter]
-    device_type: str
-
-    def __post_init__(self) -> None:
-        _check_compute_dtype(self.policy.param_dtype)
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype to which inputs are cast; None if they are not."""
-        return self.policy.param_dtype if self.policy.cast_forward_inputs else None
-
-    @functools.cached_property
-    def domain(self) -> ShardDomain:
-        """The ranks that share parameters, and the scale of their gradients."""
-        shard, outer = self.groups
-        index = FSDPDistributedIndex(
-            shard,
-            device_type=self.device_type,
-            outer_fsdp_group=outer,
-            grad_scale=1.0 / rank_count(self.groups),
-        )
-        made = index.domain(DENSE)
-        return replace(made, mesh=self.mesh or made.mesh)
-
-    def of_the_model(self) -> dict[str, Any]:
-        """The options that are the same for all modules of a model."""
-        return {
-            "mesh": self.groups,
-            "mp_policy.reduce_dtype": self.policy.reduce_dtype,
-            "offload_policy": self.offload,
-        }
-
-
-def _check_compute_dtype(dtype: torch.dtype | None) -> None:
-    """Raises ValueError for a dtype that weights cannot have in a forward."""
-    Policy(compute_dtype=dtype)  # the engine's policy, which raises when it is made
 
 
 @dataclass(eq=False)
@@ -200,9 +142,10 @@ def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
             setting(mark.model.engine, mark.unit)
 
 
-def shard_now(module: nn.Module, mark: Mark) -> None:
+def shard_now(module: nn.Module, mark: Mark, elsewhere: Mapping[int, FullyShardOptions]) -> None:
     """Shards the parameters of `module` that no earlier call has sharded or ignored, and moves its
-    buffers to the mesh's device. Collective. mark: of `module`.
+    buffers to the mesh's device. Collective. mark: of `module`. elsewhere: by the id of a parameter
+    that is to be sharded over other ranks, the options over these.
 
     ValueError if the ranks' parameters differ."""
     options = mark.options
@@ -210,10 +153,14 @@ def shard_now(module: nn.Module, mark: Mark) -> None:
     ROOTS.add(module)
     device = device_of_type(module, options.device_type)
     move(module.buffers(), device)
-    found = params_to_shard(module, options)
-    entries = [entry for entry in found if not waits_for_run(entry.param)]
-    made = shard_params(SUBJECT, entries, options.groups, options.domain.mesh, device)
-    mark.params = {id(one.sharded): one for one in made}
+    by_ranks: dict[FullyShardOptions, list[ManagedParam]] = {}
+    for entry in params_to_shard(module, options):
+        if not waits_for_run(entry.param):
+            own = elsewhere.get(id(entry.param), options)
+            by_ranks.setdefault(own, []).append(entry)
+    for own, entries in by_ranks.items():
+        for one in shard_params(SUBJECT, entries, own.groups, own.domain, device):
+            mark.params[id(one.sharded)] = one
     mark.model.waits = any(waits_for_run(entry.param) for entry in _not_ignored(module))
 
 
@@ -307,22 +254,26 @@ def divide_grads(module: Any, factor: float) -> None:
         engine.divide_grads(mark.unit.trainable_groups, factor)
 
 
-def _params_of_model(root: nn.Module, units: Mapping[str, nn.Module]) -> list[ManagedParam]:
+def _params_of_model(
+    root: nn.Module, units: Mapping[str, nn.Module], domains: ModelDomains
+) -> list[ManagedParam]:
     """Parameters of the model `root` and their units, with those that modules are to have in a
-    forward. Leaves out frozen ones that have joined it since the calls.
+    forward. Leaves out frozen ones that have joined it since the calls. Adds to `domains`.
 
     ValueError if others have: no rank would have the gradients of others."""
-    options = mark_on(root).options
-    mesh = options.domain.mesh
-    device = device_of_type(root, options.device_type)
+    device = device_of_type(root, mark_on(root).options.device_type)
     known = known_params(root)
     found = []
     joined = []
     for entry in _not_ignored(root, units):
+        one = known.get(id(entry.param))
+        around = mark_on(units.get(entry.unit, root)).options.domain
+        domain = around if one is None else one.domain
         if waits_for_run(entry.param):
-            found.append(entry)
-        elif id(entry.param) in known or is_sharded_over(entry.param, mesh):
-            found.append(as_before_sharding(entry, known.get(id(entry.param)), mesh.ndim, device))
+            found.append(replace(entry, domain=domains.name_of(domain)))
+        elif one is not None or is_sharded_over(entry.param, domain.mesh):
+            own = replace(entry, domain=domains.name_of(domain))
+            found.append(as_before_sharding(own, one, domain.mesh.ndim, device))
         elif entry.param.requires_grad:
             joined.append(
                 f"parameter {entry.fqns[0]} joined the model after the call of fully_shard with "
@@ -339,8 +290,8 @@ def _engine(root: nn.Module) -> UserLoopEngine:
     raise_problems(SUBJECT, _options_that_differ(options))
     device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
-    domains = {DENSE: mark_on(root).options.domain}
-    plans = _plans(root)
+    domains = ModelDomains({DENSE: mark_on(root).options.domain})
+    plans = _plans(root, domains)
     config = with_single_rank_domains(_config(root, options), domains)
     shown = _show_unsharded(plans)
     try:
@@ -384,8 +335,8 @@ def _entries_of(plans: Iterable[UnitPlan]) -> Iterator[ManagedParam]:
             yield from entries
 
 
-def _plans(root: nn.Module) -> list[UnitPlan]:
-    """The plans of the units of the model `root`."""
+def _plans(root: nn.Module, domains: ModelDomains) -> list[UnitPlan]:
+    """The plans of the units of the model `root`. Adds to `domains`."""
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     look_ups = {nn.Embedding}
     for child in units.values():
@@ -393,7 +344,7 @@ def _plans(root: nn.Module) -> list[UnitPlan]:
         if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward:
             look_ups.add(type(child))
     entries = []
-    for entry in _params_of_model(root, units):
+    for entry in _params_of_model(root, units, domains):
         policy = mark_on(units.get(entry.unit, root)).options.policy
         dtype = policy.param_dtype
         if entry.extension is not None:

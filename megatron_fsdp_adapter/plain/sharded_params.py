@@ -42,6 +42,7 @@ from ..core.engine.params import (
 )
 from ..core.engine.partition import ManagedParam
 from ..core.engine.tensor_parallel import as_managed, sharded_place
+from ..core.topology import ShardDomain
 from ..quantized.params import kind_of
 from .accelerate import give_address
 from .extended import is_extended
@@ -61,6 +62,8 @@ class ShardedParam(NamedTuple):
     # The parameter that they had, which has no values while the other is shown. None if modules are
     # to have another one, which gather extensions make.
     original: nn.Parameter | None
+    # The ranks that share it.
+    domain: ShardDomain
 
 
 def is_sharded_over(param: Any, mesh: DeviceMesh) -> bool:
@@ -91,7 +94,7 @@ def shard_params(
     subject: str,
     entries: Sequence[ManagedParam],
     groups: MeshGroups,
-    mesh: DeviceMesh,
+    domain: ShardDomain,
     device: torch.device,
 ) -> list[ShardedParam]:
     """Puts sharded parameters in the place of those of `entries`. Collective, unless all are on the
@@ -112,7 +115,7 @@ def shard_params(
             local = local.to(device)
             _broadcast(local, ranks)
         make = _sharded_by_its_class if own_way else _sharded
-        sharded = make(entry, local, groups[0], mesh)
+        sharded = make(entry, local, groups[0], domain.mesh)
         mark_as_part_of_buffer(sharded)
         give_address(sharded)
         if not own_way:  # as of torch's FSDP2, it has nothing of the class
@@ -122,7 +125,7 @@ def shard_params(
         vars(original)[SHARDED] = sharded
         for owner, name in entry.slots:
             owner._parameters[name] = sharded
-        found.append(ShardedParam(sharded, None if own_way else original))
+        found.append(ShardedParam(sharded, None if own_way else original, domain))
     return found
 
 

@@ -35,7 +35,6 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import (
@@ -611,13 +610,6 @@ def _a_list(made: Any) -> None:
 @refused("columns", r"Shard\(1\) for parameter blocks.0.norm.weight, which has 1 dims")
 def _columns(made: Any) -> None:
     ours(made, shard_placement_fn=lambda param: Shard(1))
-
-
-@refused("another mesh", "shard_placement_fn returned another mesh")
-def _another_mesh(made: Any) -> None:
-    mesh = _mesh((1, 1), "replicas", "shards")
-    placed = types.SimpleNamespace(placement=None, mesh_info=HSDPMeshInfo(mesh, 1, 0))
-    ours(made, shard_placement_fn=lambda param: placed)
 
 
 @refused("late", "modules in it have run already")

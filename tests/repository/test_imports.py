@@ -68,7 +68,7 @@ BUDGETS = {
     "launch": 2_600,
     "megatron": 38_800,
     "optim": 14_300,
-    "plain": 12_200,
+    "plain": 12_500,
     "plan": 4_300,
     "quantized": 9_800,
     "rollout": 4_400,
