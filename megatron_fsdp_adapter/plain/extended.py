@@ -11,6 +11,9 @@ from ..core.engine.extensions import REMEDY, missing
 from ..plan.module_problems import computes_itself
 from ..quantized.params import kind_of
 
+PACKED = "quant_state"
+"""Attribute of bitsandbytes' parameters whose elements are 4-bit values in another dtype."""
+
 
 def is_extended(param: torch.Tensor) -> bool:
     """True if a parameter has gather extensions, or is of a class that computes by itself. Without
@@ -20,11 +23,18 @@ def is_extended(param: torch.Tensor) -> bool:
     return computes_itself(param) or (len(missing(param)) < 2 and kind_of(type(param)) is None)
 
 
-def problem_of(param: Any, offloads: bool) -> str:
-    """The reason why a parameter with extensions cannot be sharded, and what to do; "" if it can.
+def problem_of(param: Any, offloads: bool, dtype: torch.dtype | None) -> str:
+    """The reason why a parameter of a class of its own cannot be sharded, and what to do; "" if it
+    can.
 
     param: it, or a DTensor over ranks of tensor parallelism. offloads: main weights are to be in
-        host memory."""
+        host memory. dtype: in which modules compute; None for the parameter's."""
+    is_cast = param.is_floating_point() and dtype not in (None, param.dtype)
+    if is_cast and hasattr(param, PACKED):
+        return (
+            f"its {param.dtype} are packed bits ({PACKED}), which a cast to param_dtype={dtype} "
+            f"would change. Pack them in {dtype}, or in torch.uint8"
+        )
     if isinstance(param, DTensor):
         kind = type(param._local_tensor).__name__
         if not is_extended(param):

@@ -370,7 +370,7 @@ def _check(
     for entry in params_to_shard(module, options):
         param = entry.param
         own = elsewhere.get(id(param), options)
-        problem = extended.problem_of(param, options.offload)
+        problem = extended.problem_of(param, options.offload, options.policy.param_dtype)
         if isinstance(param, DTensor):
             problem = problem or problem_of(param, own.mesh)
         elif not extended.is_extended(param):

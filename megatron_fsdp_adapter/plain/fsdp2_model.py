@@ -364,6 +364,8 @@ def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan
         if plan.strategy is not None:  # its weights stay after forward
             gathers = functools.partial(_gathers_for_read, weakref.ref(engine), unit.ordinal)
             for group in unit.groups:
+                if group.key.extended:  # before the first gather there is nothing to read
+                    continue
                 for entry in group.managed:
                     entry.in_module._fsdp_reach = gathers  # type: ignore[attr-defined]
 

@@ -28,7 +28,6 @@ from ..build.building import for_training
 from ..build.same_model import raise_if_different
 from ..core.dtensor.uneven import dtensor_over
 from ..core.engine.extensions import (
-    REMEDY,
     dtensor_of_rows,
     plain_parts,
     rows_of_rank,
@@ -162,7 +161,10 @@ def _sharded_by_its_class(
     except Exception as error:
         kind = type(entry.param).__name__
         raise ValueError(
-            f"parameter {entry.fqns[0]} (class {kind}) cannot be split: {error}. {REMEDY}"
+            f"parameter {entry.fqns[0]} (class {kind}) cannot be split into rows: "
+            f"{type(error).__name__} in an operator of its class. Pass it in ignored_params, so "
+            "that each rank has all of it, or give the class the operators that torch's "
+            "fully_shard calls"
         ) from error
     made = dtensor_of_rows(rows, mesh, placements_over(mesh), local.shape)
     return nn.Parameter(made, entry.param.requires_grad)

@@ -91,7 +91,9 @@ RECIPES = {
 def kind_of(cls: type) -> TensorKind | None:
     """The kind of a class of quantized tensors; None if it is none. NotImplementedError for TE's
     other classes."""
-    for base in cls.__mro__:
+    # torchao has classes of the same names, without this method.
+    is_of_te = hasattr(cls, "update_usage") or cls.__module__.startswith("transformer_engine")
+    for base in cls.__mro__ if is_of_te else ():
         if base.__name__ in KINDS:
             return KINDS[base.__name__]
         if base.__name__ in UNKNOWN:

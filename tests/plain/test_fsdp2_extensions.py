@@ -3,6 +3,7 @@ cannot be gathered are refused by name."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,12 @@ def precompute(net: nn.Module) -> None:
 
 
 def train(
-    net: Any, rank: int, accumulate: bool = False, ahead: bool = False, evaluates: bool = False
+    net: Any,
+    rank: int,
+    accumulate: bool = False,
+    ahead: bool = False,
+    evaluates: bool = False,
+    offloads: bool = False,
 ) -> tuple[Any, list[float]]:
     """The optimizer, and all losses and norms."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -119,7 +125,9 @@ def train(
         for microbatch in range(2 if accumulate else 1):
             net.set_requires_gradient_sync(not accumulate or microbatch == 1)
             generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
-            loss = net(torch.randn(5, width, generator=generator)).float().square().mean()
+            hooks = torch.autograd.graph.save_on_cpu() if offloads else contextlib.nullcontext()
+            with hooks:
+                loss = net(torch.randn(5, width, generator=generator)).float().square().mean()
             loss.backward()
             found.append(loss.item())
         norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -153,7 +161,7 @@ ROWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"reshard_after_forward": False}, {"accumulate": True, "ahead": True}),
     (BF16, {"ahead": True, "evaluates": True}),
     ({"on_meta": True, "recomputes": True}, {}),
-    ({"frozen": "up"}, {"accumulate": True}),
+    ({"frozen": "up"}, {"accumulate": True, "offloads": True}),
     ({"kind": Halved, "width": 5}, {"evaluates": True}),
     ({"kind": Halved, "width": 5, "on_meta": True, "reshard_after_forward": False}, {}),
     ({"kind": Halved, **BF16}, {"accumulate": True}),
@@ -205,6 +213,38 @@ def test_functions_run_at_each_gather(rank: int) -> None:
         print(whole.values)
     with pytest.raises(RuntimeError, match=r"layers.0.up.weight of unit .*not gathered"):
         whole + 1
+
+
+@on_ranks(2)
+def test_compiled_layers_have_the_numbers_of_others(rank: int) -> None:
+    expected = train(made(ours), rank)[1]
+    net = made(ours)
+    for layer in net.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert train(net, rank)[1] == expected
+
+
+@on_ranks(2)
+def test_what_a_program_does_to_such_parameters(rank: int) -> None:
+    sides = [made(shard) for shard in (theirs, ours)]
+    found: list[list[float]] = []
+    for net in sides:
+        losses = train(net, rank)[1]
+        param: Any = dict(net.named_parameters())["layers.0.up.weight"]
+        param.requires_grad_(False)
+        before = local(param).clone()
+        losses += train(net, rank)[1]
+        assert param.grad is None
+        assert torch.equal(local(param), before)
+        param.requires_grad_(True)
+        found.append([*losses, *train(net, rank)[1]])
+        assert not torch.equal(local(param), before)
+    assert found[0] == found[1]
+    # A weight of a layer that is not called is not there, also before anything was gathered.
+    for other in (sides[1], made(ours, reshard_after_forward=False)):
+        other.layers[0].forward = lambda x, other=other: x + other.layers[1].up.weight.sum()
+        with pytest.raises(RuntimeError, match=r"layers.1.up.weight .* not gathered"):
+            other(torch.ones(2, WIDTH))
 
 
 @on_ranks(2)
@@ -266,6 +306,15 @@ def test_what_cannot_be_done_is_refused_by_name(rank: int) -> None:
         def fsdp_pre_all_gather(self, mesh: Any, more: Any) -> Any:  # type: ignore[override]
             return (self.inner,), None
 
+    class Whole(Wrapper):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.split.Tensor:
+                raise NotImplementedError
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
     class Short(Halved):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
             return (self.inner,), None
@@ -281,6 +330,18 @@ def test_what_cannot_be_done_is_refused_by_name(rank: int) -> None:
             uneven(torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"up.weight .*Leave offload_policy out"):
         made(ours, offload_policy=CPUOffloadPolicy())
+    rows = nn.Linear(4, 4, bias=False)
+    wrap(rows, Whole)
+    with pytest.raises(ValueError, match=r"weight .class Whole.* into rows: NotImpl.*in ignored_p"):
+        ours(rows)
+    rows = nn.Linear(4, 4, bias=False)
+    wrap(rows, Whole)
+    ours(rows, ignored_params={rows.weight})
+    packed = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    packed.weight.quant_state = None
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"weight .* packed bits .*cast to param_dtype=torch.flo"):
+        ours(packed, mp_policy=policy)
     net = made(ours)
     with pytest.raises(ValueError, match=r"gathered by functions of their own.*as it is"):
         fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))

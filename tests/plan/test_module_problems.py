@@ -160,6 +160,14 @@ def test_a_parameter_whose_values_are_in_another_tensor_is_an_early_error(one_ra
     fully_shard(model, ignored_params={model.odd})
 
 
+def test_a_class_of_another_library_is_not_that_of_transformer_engine(one_rank: None) -> None:
+    for name in ("Float8Tensor", "NVFP4Tensor"):  # as torchao names classes, too
+        model = Odd(Wrapper(torch.ones(4, 3)))
+        model.odd.__class__ = type(name, (Wrapper,), {})
+        with pytest.raises(ValueError, match=rf"parameter odd .* its class {name} computes by"):
+            fully_shard_model(model)
+
+
 def _float64_frozen():
     return Odd(torch.ones(2, dtype=torch.float64), trained=False)
 
