@@ -320,7 +320,7 @@ def fully_shard(
 
     Raises:
         ValueError: a module or an argument that cannot be followed. Problems of the whole model are
-            raised when it is sharded: at the first read of its parameters, or its first run.
+            raised when it first runs.
     """
     note_sharding()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]

@@ -19,7 +19,8 @@ CHECKS = ("__main__.py", "tools/cli/output.py", "tools/cli/unknown.py")
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = (
-    "prepare_data", "benchmark", "pretrain_gpt", "host_times", "fsdp2_times", "loss_curves", "overview",
+    "prepare_data", "benchmark", "pretrain_gpt", "host_times", "fsdp2_times", "loss_curves",
+    "overview",
 )  # fmt: skip
 OTHERS = {
     "convert": ("a", "b", "--to", "torch_dist"),
