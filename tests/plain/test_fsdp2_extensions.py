@@ -225,6 +225,16 @@ def test_compiled_layers_have_the_numbers_of_others(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_weights_may_first_be_gathered_under_inference_mode(rank: int) -> None:
+    for kind in (Rounded, Halved):
+        expected = train(made(ours, kind), rank)[1]
+        net = made(ours, kind)
+        with torch.inference_mode():
+            net(torch.ones(2, WIDTH))
+        assert train(net, rank)[1] == expected
+
+
+@on_ranks(2)
 def test_what_a_program_does_to_such_parameters(rank: int) -> None:
     sides = [made(shard) for shard in (theirs, ours)]
     found: list[list[float]] = []

@@ -24,6 +24,7 @@ from tests.lib.engine.host_copies import HostCopies
 from tests.lib.engine.pretended import PretendCommunicator
 from tests.lib.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.lib.engine.small_model import Exploded, Setup
+from tests.lib.plain.gathered import RoundedWeight
 
 CHECKS = (
     "core/engine/saved_tensors.py",
@@ -180,6 +181,7 @@ def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> N
     param = torch.nn.Parameter(torch.empty(0))
     param.data = ours[1:3]
     views = [ours, ours.t(), ours[1:], ours.view(-1)[5:9], param, param.t(), param.detach()]
+    views.append(RoundedWeight(ours, torch.ones(()), torch.float32))  # it has slots
     for nbytes in (ours.nbytes, 0, ours.nbytes):
         ours.untyped_storage().resize_(nbytes)
         assert all(map(is_owned, views))
