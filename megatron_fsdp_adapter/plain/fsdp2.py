@@ -59,7 +59,7 @@ from .fsdp2_model import (
     set_on,
     shard_now,
 )
-from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
+from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of, refuse_left_out
 from .sharded_params import keeping_params, show_tied
 
 
@@ -426,6 +426,8 @@ def _placed_elsewhere(
             )
         info = getattr(placed, "mesh_info", None)
         if info is not None:
+            if getattr(info, "dp_mesh_dims", None) is not None:
+                refuse_left_out(info.spmd_mesh, info.dp_mesh_dims)
             own = options.over(info)
             ranks = tuple(map(dist.get_process_group_ranks, filter(None, own.groups)))
             elsewhere[id(param)] = others.setdefault(str(ranks), own)

@@ -60,14 +60,14 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
     if not isinstance(mesh, DeviceMesh):
         return mesh, None
     if dims is not None:
-        _refuse_left_out(mesh, dims)
-        shard = _group_along(mesh, dims.shard_names)
-        outer = _group_along(mesh, dims.replicate_names)
-        if shard is None:
+        refuse_left_out(mesh, dims)
+        shards = _mesh_along(mesh, dims.shard_names)
+        replicas = _mesh_along(mesh, dims.replicate_names)
+        if shards is None:
             raise ValueError(
                 f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
             )
-        return shard, outer
+        return shards.get_group(), None if replicas is None else replicas.get_group()
     axes = _axes(mesh)
     if not 1 <= len(axes) <= 2:
         raise ValueError(
@@ -93,9 +93,16 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
 
 def data_parallel_mesh(mesh: Ranks, dims: Any = None) -> DeviceMesh | None:
     """The mesh of parameters: `mesh` without its model-parallel dims, or one without names over a
-    process group. None with `dims`: the engine makes one of the groups then."""
-    if dims is not None:
-        return None
+    process group. With `dims` it has their names, as torch's. None if this torch cannot join two
+    meshes: the engine makes one then."""
+    if dims is not None and isinstance(mesh, DeviceMesh):
+        shards = _mesh_along(mesh, dims.shard_names)
+        replicas = _mesh_along(mesh, dims.replicate_names)
+        if replicas is None or shards is None:
+            return shards
+        if not hasattr(DeviceMesh, "_concatenate"):
+            return None
+        return DeviceMesh._concatenate([replicas, shards])
     if not isinstance(mesh, DeviceMesh):
         group, _ = data_parallel_groups(mesh)
         return DeviceMesh.from_group(group, device_type_of(mesh))
@@ -125,7 +132,7 @@ def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
     return True
 
 
-def _refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
+def refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
     """ValueError if `dims` leaves out a dim of several ranks: torch takes parameters over all dims
     then, as DTensors or annotated (`spmd_types`)."""
     named = {*dims.shard_names, *dims.replicate_names}
@@ -141,10 +148,10 @@ def _refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
         )
 
 
-def _group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """The group of the ranks along all of these dims; None without names."""
+def _mesh_along(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """A mesh of one dim, of the ranks along all of these dims; None without names."""
     if not names:
         return None
     if len(names) == 1:
-        return mesh[names[0]].get_group()
-    return mesh[tuple(names)]._flatten().get_group()
+        return mesh[names[0]]
+    return mesh[tuple(names)]._flatten("_".join(names))

@@ -210,12 +210,12 @@ def _held(made: Any) -> float:
     return sum(p._local_tensor.numel() for p in params) / sum(p.numel() for p in params)
 
 
-BY_DIMS = {"dp_mesh_dims": DataParallelMeshDims(shard=("r", "s"))}
 MESHES: tuple[tuple[tuple[int, ...], str, dict[str, Any], tuple[str, ...]], ...] = (
     ((2, 2), "r s", {}, ("r", "s")),
     ((4, 1), "dp tp", {}, ("dp",)),
     ((4, 1, 1), "dp pp tp", {}, ("dp",)),
-    ((2, 2, 1), "r s tp", BY_DIMS, ("dp_cp",)),
+    ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims(("r", "s"))}, ("r_s",)),
+    ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims("s", "r")}, ("r", "s")),
 )
 """Sizes and names of the dims of a mesh, options, and the dims that parameters show."""
 
@@ -230,7 +230,7 @@ def test_meshes_of_fsdp2(rank: int) -> None:
         other = sharded(ours, model(), mesh=mesh, **options)
         shown = next(other.parameters()).device_mesh
         assert shown.mesh_dim_names == dims, names
-        assert len(dims) == 1 or shown == mesh, names
+        assert len(dims) == 1 or shown == mesh[dims], names
         near(train(other, adam(other), rank), expected, names)
         assert _held(other) < 0.7, names
     for wrapped, (names, message) in itertools.product(
@@ -245,6 +245,11 @@ def test_meshes_of_fsdp2(rank: int) -> None:
     shards = DataParallelMeshDims(shard="r")
     with pytest.raises(ValueError, match=r"\['s'\] of the mesh have several ranks"):
         ours(model(), mesh=_mesh((2, 2), "r", "s"), dp_mesh_dims=shards)
+    over = _mesh((2, 2), "r", "s")
+    info = types.SimpleNamespace(spmd_mesh=over, dp_mesh_dims=shards)
+    placed = types.SimpleNamespace(placement=None, mesh_info=info)
+    with pytest.raises(ValueError, match=r"\['s'\] of the mesh have several ranks"):
+        ours(model(), shard_placement_fn=lambda param: placed)
 
 
 @pytest.mark.parametrize(("first", "warns"), [("dp_shard", True), ("dp_replicate", False)])
