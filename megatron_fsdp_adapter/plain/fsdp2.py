@@ -42,7 +42,6 @@ from .call_options import FullyShardOptions
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
-    MARK,
     SUBJECT,
     WITHIN,
     Mark,
@@ -51,6 +50,7 @@ from .fsdp2_model import (
     divide_grads,
     engine_of,
     known_params,
+    mark_as_root,
     mark_of,
     mark_on,
     marked,
@@ -339,19 +339,12 @@ def fully_shard(
         show_tied(managed_params(one))
         elsewhere |= _check(one, shard_placement_fn, options)
     for one in modules:
-        model = Model(weakref.ref(one))
-        mark = Mark(options, model)
-        one.__dict__[MARK] = mark
+        # Sharded first: a call that raises may be repeated.
+        params = shard_now(one, options, elsewhere)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         # Where torch's composable functions look: `replicate` leaves sharded modules alone.
         one.__dict__.setdefault(REGISTRY_KEY, {})[SUBJECT] = RegistryItem()
-        # `one` is the outermost marked module now: the marks in it, and its own, get its model.
-        for child in one.modules():
-            child.__dict__[WITHIN] = weakref.ref(one)
-            inner = mark_of(child)
-            if inner is not None:
-                inner.model = model
-        shard_now(one, mark, elsewhere)
+        mark_as_root(one, Mark(options, Model(weakref.ref(one)), params=params))
     return module
 
 

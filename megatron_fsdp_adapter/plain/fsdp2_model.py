@@ -142,15 +142,14 @@ def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
             setting(mark.model.engine, mark.unit)
 
 
-def shard_now(module: nn.Module, mark: Mark, elsewhere: Mapping[int, FullyShardOptions]) -> None:
+def shard_now(
+    module: nn.Module, options: FullyShardOptions, elsewhere: Mapping[int, FullyShardOptions]
+) -> dict[int, ShardedParam]:
     """Shards the parameters of `module` that no earlier call has sharded or ignored, and moves its
-    buffers to the mesh's device. Collective. mark: of `module`. elsewhere: by the id of a parameter
-    that is to be sharded over other ranks, the options over these.
+    buffers to the mesh's device. Collective. elsewhere: by the id of a parameter that is to be
+    sharded over other ranks, the options over these.
 
-    ValueError if the ranks' parameters differ."""
-    options = mark.options
-    ROOTS.difference_update(module.modules())
-    ROOTS.add(module)
+    Returns them by the ids of sharded ones. ValueError if the ranks' parameters differ."""
     device = device_of_type(module, options.device_type)
     move(module.buffers(), device)
     by_ranks: dict[FullyShardOptions, list[ManagedParam]] = {}
@@ -158,9 +157,24 @@ def shard_now(module: nn.Module, mark: Mark, elsewhere: Mapping[int, FullyShardO
         if not waits_for_run(entry.param):
             own = elsewhere.get(id(entry.param), options)
             by_ranks.setdefault(own, []).append(entry)
+    made = {}
     for own, entries in by_ranks.items():
         for one in shard_params(SUBJECT, entries, own.groups, own.domain, device):
-            mark.params[id(one.sharded)] = one
+            made[id(one.sharded)] = one
+    return made
+
+
+def mark_as_root(module: nn.Module, mark: Mark) -> None:
+    """Gives `module` its mark. It is the outermost marked module now, and its model is that of the
+    marked modules in it."""
+    module.__dict__[MARK] = mark
+    ROOTS.difference_update(module.modules())
+    ROOTS.add(module)
+    for child in module.modules():
+        child.__dict__[WITHIN] = weakref.ref(module)
+        inner = mark_of(child)
+        if inner is not None:
+            inner.model = mark.model
     mark.model.waits = any(waits_for_run(entry.param) for entry in _not_ignored(module))
 
 

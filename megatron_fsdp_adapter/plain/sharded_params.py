@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -49,6 +49,8 @@ from .mesh import MeshGroups
 
 LABEL = "_fsdp_label"
 """Attribute of an original parameter: its name, for errors."""
+WHOLE_TENSORS = "_fsdp_takes_whole_tensors"
+"""Attribute of modules that have sharded parameters."""
 SHARDED = "_fsdp_sharded"
 """Attribute of an original parameter: the sharded one that took its place."""
 
@@ -124,6 +126,7 @@ def shard_params(
         vars(original)[SHARDED] = sharded
         for owner, name in entry.slots:
             owner._parameters[name] = sharded
+            _take_whole_tensors(owner)
         found.append(ShardedParam(sharded, None if own_way else original, domain))
     return found
 
@@ -220,6 +223,28 @@ def show_tied(entries: Iterable[ManagedParam]) -> None:
         if sharded is not None:
             for owner, name in entry.slots:
                 owner._parameters[name] = sharded
+
+
+def _take_whole_tensors(owner: Any) -> None:
+    """Has loads into `owner` take whole tensors, too, until the engine does that."""
+    if WHOLE_TENSORS not in owner.__dict__:
+        owner.__dict__[WHOLE_TENSORS] = True
+        owner.register_load_state_dict_pre_hook(_distribute_values)
+
+
+def _distribute_values(owner: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Puts DTensors over this rank's rows in the place of whole tensors that are to be loaded."""
+    for name, param in owner._parameters.items():
+        value: Any = state_dict.get(prefix + name)
+        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if not is_whole or not isinstance(param, DTensor) or hasattr(param, "_fsdp_engine"):
+            continue
+        is_plain = all(type(one) in (Shard, Replicate) for one in param.placements)
+        if is_plain and not is_extended(param) and value.numel() == param.numel():
+            whole = value.detach().view(param.shape).to(param.device_mesh.device_type)
+            state_dict[prefix + name] = distribute_tensor(
+                whole, param.device_mesh, param.placements, src_data_rank=None
+            )
 
 
 @contextlib.contextmanager

@@ -191,6 +191,21 @@ def test_a_load_before_the_first_forward(rank: int, root: Any) -> None:
 
 
 @on_ranks(2)
+def test_whole_tensors_are_loaded_before_the_first_forward(rank: int) -> None:
+    """Also by a module around the model."""
+    source, net = Net(), Net()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(1.0)
+    for layer in net.layers:
+        ours(layer)
+    around = nn.ModuleDict({"net": ours(net)})
+    around.load_state_dict({f"net.{name}": value for name, value in source.state_dict().items()})
+    for name, value in source.state_dict().items():
+        assert torch.equal(net.get_parameter(name).full_tensor(), value)  # type: ignore[operator]
+
+
+@on_ranks(2)
 def test_a_tie_to_what_an_earlier_call_has_sharded(rank: int) -> None:
     """The weight belongs to the root then. Without sharding, both ranks' batches are one."""
     net = Net(tied=True)
@@ -238,5 +253,9 @@ def test_parameters_that_join_before_the_first_forward(rank: int) -> None:
 
 @on_ranks(2)
 def test_ranks_whose_parameters_differ_raise_in_the_call(rank: int) -> None:
+    layer = nn.Linear(3, 4 + rank)
     with pytest.raises(ValueError, match=r"models differ, first at .*parameter weight \(4, 3\)"):
-        ours(nn.Linear(3, 4 + rank))
+        ours(layer)
+    layer.weight = nn.Parameter(torch.ones(4, 3))
+    layer.bias = None
+    ours(layer)

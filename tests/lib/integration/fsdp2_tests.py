@@ -90,7 +90,6 @@ OF_OLD_RELEASES = {
 
 DIFFERS = {
     "test_to_float64_after_init": "refused: float64",
-    "test_reset_sharded_param_in_lazy_init": "refused: a parameter replaced after to_empty",
     "test_mixed_dtypes_no_grad_param": "refused: frozen parameters of 8-bit floats",
     "1d_transformer_shard_largest_dim": "the dim is a hint: rows are sharded",
     "2d_transformer_shard_diff_dim": "the dim is a hint: rows are sharded",
