@@ -40,8 +40,9 @@ class JoiningParameters:
     def __init__(self, module: nn.Module) -> None:
         _note_registrations()
         self._root = weakref.ref(module)  # the module that was sharded
-        # Parameters that the engine does not manage, because they were to be ignored.
-        self._known: Collection[int] = {id(param) for param in module.parameters()}
+        # The names that parameters had. Another parameter of such a name has replaced one, which
+        # the engine notices when it shows parameters.
+        self._names: Collection[str] = {name for name, _ in module.named_parameters()}
         self._seen = _last  # the last registration when it was looked at
 
     def refuse(self) -> None:
@@ -52,7 +53,7 @@ class JoiningParameters:
         found = []
         for name, param in module.named_parameters():
             is_sharded = hasattr(param, "_fsdp_label") or hasattr(param, "fsdp_layout_ref")
-            if param.requires_grad and not is_sharded and id(param) not in self._known:
+            if param.requires_grad and not is_sharded and name not in self._names:
                 found.append(name)
         if found:
             raise RuntimeError(
