@@ -33,8 +33,8 @@ class Known:
 
 # fmt: off
 KNOWN = (
-    Known(r"wrong: .*\bdrop a gradient, "
-          r"(evaluation with gradients|no backward|raises in forward)\b.*",
+    Known(r"wrong: .*\bdrop a gradient\b.*"
+          r"\b(evaluation with gradients|no backward|raises (in forward|at the end))\b.*",
           "after that forward a module's own weight is the unsharded one; torch's as well"),
     Known(r"wrong: .*\b(evaluation with gradients|no backward|saliency)\b.*\bunshard a block\b.*",
           "modules list the weights that unshard() shows, without gradients; torch's as well"),
