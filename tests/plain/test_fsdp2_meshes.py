@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
@@ -19,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
+from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("plain/fsdp2.py", "plain/call_options.py")
@@ -168,10 +167,6 @@ def test_experts_that_are_split_over_two_dims(rank: int) -> None:
 def test_a_checkpoint_of_such_a_model(rank: int, root: Any) -> None:
     one, other = (made(shard, _by_calls, True) for shard in (ours, theirs))
     optimizer, _ = train(one, rank)
-    weights, moments = get_state_dict(one, optimizer)
-    dcp.save({"weights": weights, "moments": moments}, checkpoint_id=root / "saved")
     resumed = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
-    weights, moments = get_state_dict(other, resumed)
-    dcp.load({"weights": weights, "moments": moments}, checkpoint_id=root / "saved")
-    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
+    carried_over(one, optimizer, other, resumed, root / "saved")
     check_alike(one, other)

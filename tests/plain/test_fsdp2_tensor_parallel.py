@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
@@ -30,6 +28,7 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
+from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("core/engine/tensor_parallel.py", "plain/fsdp2.py", "plain/fsdp2_model.py")
@@ -162,12 +161,8 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(rank: int, root: Path) -> N
         folder = root / str(number)
         one, other = (made(shard, mesh["dp"], mesh["tp"]) for shard in (first, second))
         optimizer, _ = train(one, rank // 2)
-        weights, moments = get_state_dict(one, optimizer)
-        dcp.save({"weights": weights, "moments": moments}, checkpoint_id=folder)
         resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
-        weights, moments = get_state_dict(other, resumed)
-        dcp.load({"weights": weights, "moments": moments}, checkpoint_id=folder)
-        set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
+        carried_over(one, optimizer, other, resumed, folder)
         check_alike(other, one, "loaded")
         for param, like in zip(other.parameters(), one.parameters(), strict=True):
             for key, value in optimizer.state[like].items():
