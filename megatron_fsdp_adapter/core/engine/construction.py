@@ -28,7 +28,7 @@ from .buffer import (
     make_slots,
     weights_in_slot,
 )
-from .extensions import show_managed
+from .extensions import take_compute_dtype
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
 from .partition import UnitPlan
@@ -150,7 +150,7 @@ def build_units(
     slots = unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
         prepare(plan)
-        show_managed(plan)
+        take_compute_dtype(plan)
         values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
         groups = []
         for key, managed in plan.groups.items():

@@ -36,7 +36,7 @@ from megatron_fsdp_adapter.core.layout.ranges import divide_up
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
 from .buffer import FlatBuffer, Slot, mark_owned
-from .partition import Extension, ManagedParam, UnitPlan
+from .partition import Extension, ManagedParam, UnitPlan, add_grad
 
 BEFORE = "fsdp_pre_all_gather"
 AFTER = "fsdp_post_all_gather"
@@ -66,22 +66,19 @@ def _without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     return made
 
 
-def show_managed(plan: UnitPlan) -> None:
-    """Puts managed parameters into modules in place of those with extensions."""
+def take_compute_dtype(plan: UnitPlan) -> None:
+    """Gives managed parameters in place of those with extensions the dtype of compute weights."""
     for key, entries in plan.groups.items():
         for entry in entries:
             if entry.extension is not None:
-                _show_managed(entry, key.dtype)
+                _convert(entry.param, key.dtype)
 
 
-def _show_managed(entry: ManagedParam, dtype: torch.dtype) -> None:
-    managed = entry.param
+def _convert(managed: nn.Parameter, dtype: torch.dtype) -> None:
     marks = dict(vars(managed))
     empty = _without_memory(managed.shape, dtype, managed.device)
     torch.utils.swap_tensors(managed, nn.Parameter(empty, managed.requires_grad))
     vars(managed).update(marks)
-    for owner, name in entry.slots:
-        owner._parameters[name] = managed
 
 
 def inner_names(tensor: torch.Tensor) -> list[str]:
@@ -322,8 +319,7 @@ def _handing_over(managed: nn.Parameter) -> Callable[[Any], None]:
     def hand_over(shown: Any) -> None:
         grad = as_plain(shown.grad).to(managed.dtype)
         shown.grad = None
-        with torch._C.DisableTorchFunctionSubclass():
-            managed.grad = grad if managed.grad is None else managed.grad + grad
+        add_grad(managed, grad)
 
     return hand_over
 

@@ -49,6 +49,12 @@ unchecked = torch._C.DisableTorchFunctionSubclass
 backward: a check costs microseconds a parameter, although it passes."""
 
 
+def add_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Adds a gradient that autograd has given another parameter in the place of `param`."""
+    with unchecked():
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
 @dataclass(frozen=True)
 class GroupKey:
     """The properties that all parameters of a group share.

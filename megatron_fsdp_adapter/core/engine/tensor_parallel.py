@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_fsdp_adapter.core.dtensor.uneven import dtensor_over
 
-from .partition import ManagedParam, UnitPlan
+from .partition import ManagedParam, UnitPlan, add_grad
 
 KEEPS_PARTIAL = "_fsdp_keeps_partial"
 """Attribute of a module's DTensor: True while its partial gradients add up over backwards, before
@@ -83,9 +83,7 @@ def _handing_over(local: nn.Parameter) -> Callable[[Any], None]:
         shown.grad = None
         if is_partial:
             grad = grad.redistribute(placements=shown.placements)
-        found = grad.to_local().detach()
-        with torch._C.DisableTorchFunctionSubclass():
-            local.grad = found if local.grad is None else local.grad + found
+        add_grad(local, grad.to_local().detach())
 
     return hand_over
 
