@@ -91,6 +91,7 @@ class UserLoopEngine(FsdpEngine):
             self.gather.mark_stale()
         if torch.is_grad_enabled():
             self._joining.refuse()
+        torch.clear_autocast_cache()  # an earlier cast gives its gradient after the unit's backward
         super().begin_forward(name)
         self._step_may_follow = self.step.grads_attached
 

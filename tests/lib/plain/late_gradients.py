@@ -125,11 +125,26 @@ class PartsOnFirstRank(Chain):
     block = OnFirstRank
 
 
-def two_forwards_in_a_loss(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
-    """Weights that only the first rank uses get gradients from two forwards in one backward."""
+def _compute_on_first(model: nn.Module, rank: int) -> None:
     for block in model.modules():
         if isinstance(block, OnFirstRank):
             block.computes = rank == 0
+
+
+def after_an_evaluation_with_gradients(
+    model: nn.Module, step: int, rank: int, no_sync: NoSync
+) -> None:
+    """In one autocast, which keeps the casts of weights that only the first rank uses."""
+    _compute_on_first(model, rank)
+    with _autocast():
+        model(inputs(step, 1, rank))
+        loss = loss_of(model, inputs(step, 0, rank))
+    loss.backward()
+
+
+def two_forwards_in_a_loss(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """Weights that only the first rank uses get gradients from two forwards in one backward."""
+    _compute_on_first(model, rank)
     difference = model(inputs(step, 0, rank)) - model(inputs(step, 1, rank))
     difference.square().mean().backward()
 
@@ -262,6 +277,10 @@ LATE_LOOPS: dict[str, Loop] = {
         "parts of one rank in a joint loss": {
             "kind": PartsOnFirstRank,
             "drive": two_forwards_in_a_loss,
+        },
+        "autocast and parts of one rank": {
+            "kind": PartsOnFirstRank,
+            "drive": after_an_evaluation_with_gradients,
         },
         "saliency between backwards": {"drive": saliency_between},
         "saliency with frozen layers": {"drive": saliency_with_frozen_layers},
