@@ -18,11 +18,11 @@ ALONE = 1000
 """For files that read the device's memory, look at when kernels run, or fill the device."""
 MEMORY: Mapping[str, int] = {
     "test_gpu_estimate": ALONE, "test_gpu_experts": 34, "test_gpu_fp8": 40,
-    "test_gpu_fp8_params": 40, "test_gpu_graphs": 46, "test_gpu_changed_models": 50,
-    "test_gpu_layer_graphs": 46, "test_gpu_matrix": 95, "test_gpu_memory": 40,
-    "test_gpu_offload": 118, "test_gpu_optimizer": 70, "test_gpu_precision": 93,
-    "test_gpu_pretrain_gpt": 14, "test_gpu_slots": 55, "test_gpu_units": 48, "test_gpu_wgrad": 16,
-    "test_gpu_wide": 128,
+    "test_gpu_fp8_params": 40, "test_gpu_fully_shard": 60, "test_gpu_graphs": 46,
+    "test_gpu_changed_models": 50, "test_gpu_layer_graphs": 46, "test_gpu_matrix": 95,
+    "test_gpu_memory": 40, "test_gpu_offload": 118, "test_gpu_optimizer": 70,
+    "test_gpu_precision": 93, "test_gpu_pretrain_gpt": 14, "test_gpu_slots": 55,
+    "test_gpu_units": 48, "test_gpu_wgrad": 16, "test_gpu_wide": 128,
 }  # fmt: skip
 SECONDS: Mapping[str, float] = {
     "test_gpu_experts": 110, "test_gpu_fp8_weights": 85, "test_gpu_graphs": 120,
@@ -31,6 +31,7 @@ SECONDS: Mapping[str, float] = {
     "test_gpu_wide": 123, "test_gpu_changed_models": 140, "test_gpu_fp8": 125,
     "test_gpu_fp8_params": 140, "test_gpu_layer_graphs": 150, "test_gpu_offload": 150,
     "test_gpu_wgrad": 140, "test_gpu_estimate": 120, "test_gpu_matrix": 400,
+    "test_gpu_fully_shard": 170,
 }  # fmt: skip
 """Guesses, for files of which no journal knows better. Only the order follows from them."""
 USUAL_S = 75.0
