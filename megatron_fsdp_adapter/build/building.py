@@ -32,17 +32,12 @@ def has_one_rank(domain: ShardDomain) -> bool:
     return domain.axis.size == 1
 
 
-def with_single_rank_domains(
-    config: EngineConfig,
-    domains: Domains,
-    may: Callable[[str], bool] = lambda name: True,
-) -> EngineConfig:
-    """`config` whose `whole` has the names of the domains of one rank that `may` accepts. Their
-    parameters are not sharded, gathered or reduced. If gradients are not sharded, `config` is
-    returned unchanged."""
+def with_single_rank_domains(config: EngineConfig, domains: Domains) -> EngineConfig:
+    """`config` whose `whole` has the names of the domains of one rank. Their parameters are not
+    sharded, gathered or reduced. If gradients are not sharded, `config` is returned unchanged."""
     if not config.strategy.shard_grads:
         return config
-    alone = [name for name in sorted(domains) if has_one_rank(domains[name]) and may(name)]
+    alone = [name for name in sorted(domains) if has_one_rank(domains[name])]
     return replace(config, whole=tuple(alone))
 
 

@@ -385,13 +385,12 @@ def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
 
 
 def _check_fixed(unit: Unit, group: ParamGroup) -> None:
-    """Raises ValueError unless the group's weights and bucket have fixed addresses."""
-    strategy = group.config.strategy
-    weights = not strategy.shard_weights or all(full.in_slot for full in group.weights.unsharded)
-    bucket = not group.key.requires_grad or (strategy.shard_grads and group.grads.bucket.in_slot)
-    if not (weights and bucket):
+    """Raises ValueError unless the group's weights and gradients have fixed addresses: in slots, or
+    because they stay over a step."""
+    weights = group.weights.is_kept or all(full.in_slot for full in group.weights.unsharded)
+    grads = not group.key.requires_grad or group.grads.is_kept or group.grads.bucket.in_slot
+    if not (weights and grads):
         raise ValueError(
-            f"unit {unit.name}: CUDA graphs of layers need weights and buckets of sharded "
-            "gradients at fixed addresses. Use 'optim_grads' or 'optim_grads_params' with "
-            "fsdp_double_buffer"
+            f"unit {unit.name}: CUDA graphs of layers need weights and gradients at fixed "
+            "addresses. Use fsdp_double_buffer, or 'optim' or 'no_shard'"
         )

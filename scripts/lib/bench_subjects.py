@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
     ),
     "ours-layers": Kind(
         "fixed slots, a CUDA graph for each layer's forward and backward",
-        ALL[2:],
+        ALL,
         ZERO_3,
         SLOTS,
         LAYERS,

@@ -19,6 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.plan.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import (
     Case,
@@ -81,23 +84,40 @@ class Cell:
     lengths: tuple[int, ...] = (CASE.seq,)
 
 
+FUSED = {"fused": True}
+FP8_WEIGHTS = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
+IN_BLOCKS = {**FP8_WEIGHTS, "fp8_recipe": "blockwise"}
 CELLS = {
     "whole layers": Cell(),
     "kept weights": Cell(strategy="optim_grads"),
     "attention and MLP": Cell(parts=("attn", "mlp"), graphs=2),
-    "fused weight gradients": Cell(case={"fused": True}),
-    "copy engines, fused": Cell(case={"fused": True}, ddp=COPY_ENGINES),
+    "fused weight gradients": Cell(case=FUSED),
+    "copy engines, fused": Cell(case=FUSED, ddp=COPY_ENGINES),
     "recomputed attention": Cell(case={"recompute": "selective-core_attn"}),
     "two lengths": Cell(lengths=(128, 64)),
     "dropout": Cell(options={"hidden_dropout": 0.1}),
     "experts": Cell(options=EXPERTS),
-    "experts, fused": Cell(case={"fused": True}, options=EXPERTS),
+    "experts, fused": Cell(case=FUSED, options=EXPERTS),
     "FP8": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
-    "FP8 weights": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}),
-    "FP8 weights in blocks, fused": Cell(
-        case={"fused": True},
-        options={"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": True},
+    "FP8 weights": Cell(options=FP8_WEIGHTS),
+    "FP8 weights in blocks, fused": Cell(case=FUSED, options=IN_BLOCKS),
+    # Gradients that stay over the microbatches of a step.
+    "kept gradients": Cell(strategy="optim", ddp={}),
+    "kept gradients, fused": Cell(strategy="no_shard", case=FUSED, ddp={}),
+    "kept gradients, FP8": Cell(
+        strategy="optim",
+        case=FUSED,
+        options={"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        ddp={},
     ),
+    "kept gradients, FP8 weights": Cell(strategy="optim", case=FUSED, options=FP8_WEIGHTS, ddp={}),
+    "kept gradients, FP8 weights in blocks": Cell(
+        strategy="optim", case=FUSED, options=IN_BLOCKS, ddp={}
+    ),
+    "some units kept, FP8 weights": Cell(
+        case=FUSED, options=FP8_WEIGHTS, ddp={**SLOTS, BUDGET: 6e6 / GIB}
+    ),
+    "joined": Cell(case=FUSED, ddp={**SLOTS, UNIT_NUMEL: 1_200_000}),
 }
 
 

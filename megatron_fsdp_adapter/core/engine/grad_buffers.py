@@ -205,6 +205,15 @@ class GradBuffers:
         if self.can_be_kept:
             self.is_kept = kept
 
+    def write_by_graphs(self) -> None:
+        """Lets CUDA graphs write into `collected`, at an address that stays. Kept gradients are
+        not released between steps any more."""
+        self.direct.any = True
+        if self.is_kept:
+            self.collected.allocate()
+            self.collected.keep_storage()
+            self.direct.always_add()
+
     # Memory.
 
     def fill_bucket(self) -> None:

@@ -149,7 +149,7 @@ class Unit:
         """From now on a CUDA graph writes gradients of `groups` into their buckets, which are open
         from the beginning of the unit's backward."""
         for group in groups:
-            group.grads.direct.any = True
+            group.grads.write_by_graphs()
         self._find_direct()
 
     def _find_direct(self) -> None:

@@ -21,6 +21,9 @@ OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the wei
 saved for backward. Where there are hooks on saved tensors (`hooks.py`), torch returns another
 tensor, without attributes, and the module adds: OVERWRITES_UNHOOKED is ACCUMULATES then.
 
+A CUDA graph does the same in every replay. Where gradients are kept over microbatches it adds: such
+a bucket is zeroed once a step, and all its modules add (`always_add`).
+
 No protocol returns a gradient to autograd. `grad_added_to_main_grad` is left unset: it would make
 modules return a placeholder the size of the weight, and nothing here waits for autograd.
 """
@@ -78,6 +81,8 @@ class FusedWgrad:
         # Whether modules that decide in forward overwrite now. False so that `expect(True)` below
         # is a change.
         self._overwrites = False
+        # Whether all that is written is added, to zeroes if nothing is there yet.
+        self._always_adds = False
         # The parameters whose part of the bucket holds a gradient, or zeroes to add to.
         self.written: set[int] = set()
         # Views that were overwritten, and what was in them.
@@ -105,8 +110,14 @@ class FusedWgrad:
                     param.get_main_grad = functools.partial(_write, ref, index)
         self.expect(True)
 
+    def always_add(self) -> None:
+        """Has modules, and CUDA graphs, add all that they write from now on."""
+        self._always_adds = True
+        self.expect(False)
+
     def expect(self, overwrites: bool) -> None:
         """From now on, modules that decide in forward overwrite what is there, or add to it."""
+        overwrites = overwrites and not self._always_adds
         if overwrites is self._overwrites:
             return
         self._overwrites = overwrites
@@ -121,8 +132,11 @@ class FusedWgrad:
         if self.is_open:
             return
         self.is_open = True
+        every = range(len(self._params))
         adding = self._adding_hooked if self.hooked else self._adding
-        self.written = set(adding) if empty else set(range(len(self._params)))
+        if self._always_adds:
+            adding = list(every)
+        self.written = set(adding) if empty else set(every)
         if empty and adding:
             torch._foreach_zero_([self._views[index] for index in adding])
 

@@ -72,13 +72,13 @@ def _scales_by_delayed_recipe(config: Any) -> bool:
 
 
 def _has_no_fixed_buffers(config: Any) -> bool:
-    wanted = slots_wanted(config)
-    return not (wanted["weight_slots"] and wanted["bucket_slots"])
-
-
-def _adds_to_kept_gradients(config: Any) -> bool:
+    """True if weights or buckets come and go, at changing addresses."""
     row = strategy_of(config)
-    return row is not None and not row.shard_grads
+    if row is None:
+        return False
+    wanted = slots_wanted(config)
+    weights_move = row.shard_weights and not wanted["weight_slots"]
+    return weights_move or (row.shard_grads and not wanted["bucket_slots"])
 
 
 _NO_GPU = Rule(
@@ -119,15 +119,16 @@ GRAPH_RULES: Rules = (
             "empty, all parts except experts are. Leave the others out; they run eagerly",
         ),
         Rule(
-            "data_parallel_sharding_strategy",
-            _adds_to_kept_gradients,
-            "a graph overwrites the bucket in every backward, but this strategy accumulates into "
-            "it. Use 'optim_grads' or 'optim_grads_params', or cuda_graph_impl='full_iteration'",
+            BUDGET,
+            lambda config: read(config, BUDGET) == AUTO,
+            "'auto' finds the budget while training, but a graph needs addresses that stay. Use a "
+            "number of GiB",
         ),
         Rule(
             "fsdp_double_buffer",
             _has_no_fixed_buffers,
-            "a graph reads weights and writes gradients at fixed addresses. Set it to True",
+            "a graph reads weights and writes gradients at fixed addresses. Set it to True, or use "
+            "'optim' or 'no_shard'",
         ),
         Rule(
             "recompute_granularity",

@@ -65,9 +65,9 @@ def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int
     asked = read(ddp_config, UNIT_NUMEL)
     if asked is not None:
         return int(asked)
-    if captures_layers(config) or is_on(config, PARTS_OF_LAYERS):
+    if is_on(config, PARTS_OF_LAYERS):
         return 0  # each layer must be a unit
-    if captures_iteration(config) or is_on(ddp_config, OFFLOAD):
+    if captures_iteration(config) or captures_layers(config) or is_on(ddp_config, OFFLOAD):
         return 0  # training is not launch-bound
     return default_unit_numel(layer_numels)
 

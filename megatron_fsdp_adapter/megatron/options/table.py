@@ -266,7 +266,6 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         UNIT_NUMEL, int | None, None, in_core=True,
         sets=lambda value: {"prefetch_bytes": torch.bfloat16.itemsize * int(value or 0)},
-        excludes={LAYERS: "the bucket of a captured layer must contain only this layer"},
         refused=((lambda value, config: (value or 0) < 0,
                   "the number of elements up to which layers are grouped must be at least 0. "
                   "Leave it unset, or use 0 (each layer is a unit) or more"),),
@@ -381,10 +380,6 @@ OPTIONS: tuple[Option, ...] = (
         use="several microbatches and memory to spare "
         "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
         plain=BUDGET, some_strategies=True,
-        excludes={LAYERS: (
-            "a graph overwrites the bucket in every backward, but unsharded units accumulate into "
-            "it"
-        )},
         refused=(
             (_is_no_budget, NO_BUDGET),
             (_finds_budget_of_slots,

@@ -16,7 +16,6 @@ from ...core.duplicate_groups import duplicate_group
 from ...core.topology import DENSE, EXPERT, ShardDomain
 from ...quantized import stored_in
 from ..options import staging_options
-from ..options.cuda_graphs import captures_layers
 from ..options.rules import is_on, problems
 from ..options.table import CE_ALL_GATHER, DDP_CONFIG_RULES, GATHER_GROUPS, engine_fields
 from .process_groups import GATHER_SOURCES, Groups, build_index, read_groups
@@ -42,15 +41,6 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
     if is_on(param, "shared_embedding"):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
-
-
-def whole_domains_of(config: Any) -> Callable[[str], bool]:
-    """A function of a domain's name, for a model with this config: True if the domain may be kept
-    whole. With graphs of layers only experts may: a graph writes a fresh bucket in every backward,
-    and experts are in no graph."""
-    if captures_layers(config):
-        return lambda name: name == EXPERT
-    return lambda name: True
 
 
 def grad_scale(config: Any, num_ranks: int) -> float:

@@ -17,7 +17,7 @@ from ..options import ddp_options
 from ..options.rules import is_on
 from ..options.table import GATHER_PARTS
 from .arguments import Arguments
-from .domains import domains_of, whole_domains_of
+from .domains import domains_of
 from .units import chosen_units, plan_units, with_writers
 
 
@@ -54,9 +54,8 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, ddp_options.unit_numel(config, ddp_config, layers))
     by_name = domains_of(index)
-    may_stay_whole = whole_domains_of(config)
     engine_config = ddp_options.engine_config(ddp_config)
-    engine_config = with_single_rank_domains(engine_config, by_name, may_stay_whole)
+    engine_config = with_single_rank_domains(engine_config, by_name)
     budget = ddp_options.unsharded_budget(config, ddp_config)
     kept = None
     if budget:

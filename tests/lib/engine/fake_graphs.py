@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -25,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.megatron.layers.layer_graphs import layer_graphs
-from megatron_fsdp_adapter.megatron.wrapper import domains
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -190,13 +188,6 @@ def put_graphs_into(wrapper: Any, graphs: FakeGraphs, *parts: str) -> None:
         cuda_graph_impl="local", cuda_graph_warmup_steps=1, cuda_graph_scope=list(parts)
     )
     wrapper._layers = layer_graphs(wrapper.engine, wrapper.module, asked, graphs)
-
-
-@contextmanager
-def to_be_graphed() -> Iterator[None]:
-    """Inside, a wrapper is built for graphs of its layers: those keep buckets, on one rank too."""
-    with mock.patch.object(domains, "captures_layers", lambda config: True):
-        yield
 
 
 def has_accumulator(param: torch.nn.Parameter) -> bool:

@@ -290,16 +290,10 @@ def _refused_offload_of_the_optimizer_in_a_graph(offload, graph) -> bool:
 
 
 @rule("refused: graphs of layers without slots", "a graph requires fixed addresses")
-def _refused_graphs_of_layers_without_slots(graph, buffers) -> bool:
-    return graph == "layers" and buffers in ("plain", "ce_gather")
-
-
-@rule(
-    "refused: graphs of layers that add to gradients",
-    "each captured backward overwrites its bucket",
-)
-def _refused_graphs_of_layers_that_add_to_gradients(graph, strategy, kept) -> bool:
-    return graph == "layers" and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
+def _refused_graphs_of_layers_without_slots(graph, buffers, strategy) -> bool:
+    if graph != "layers" or not STRATEGIES[str(strategy)].shard_grads:
+        return False
+    return buffers in ("plain", "ce_gather")
 
 
 @rule(
@@ -342,11 +336,6 @@ def _refused_parts_of_layers_in_slots(ep_overlap, buffers, strategy) -> bool:
     if buffers not in ("slots", "nccl_ub"):
         return False
     return STRATEGIES[str(strategy)].shard_weights
-
-
-@rule("refused: joined layers in graphs of layers", "a graph captures one layer")
-def _refused_joined_layers_in_graphs_of_layers(joined, graph) -> bool:
-    return joined == "pairs" and graph == "layers"
 
 
 @rule("refused: joined layers and parts of layers", "they would stay unsharded during a pass")

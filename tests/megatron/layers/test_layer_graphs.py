@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,6 +17,8 @@ import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_fsdp_adapter.build import building
+from megatron_fsdp_adapter.build.building import has_one_rank
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.graphs.capture import CudaGraphs
 from megatron_fsdp_adapter.graphs.layer_graphs import _Call
@@ -23,6 +26,9 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.layers import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.layers.layer_graphs import layer_graphs, take_off_managers
+from megatron_fsdp_adapter.plan.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from tests.lib.engine.fake_graphs import FakeGraphs, put_graphs_into
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import (
@@ -51,14 +57,17 @@ SLOTS = {"fsdp_double_buffer": True}
 ZERO_3 = "optim_grads_params"
 
 
-def eager(case: Case = CASE, strategy: str = ZERO_3) -> Trainer:
-    return build_trainer(case, strategy, CPU, ddp=SLOTS)
+def eager(case: Case = CASE, strategy: str = ZERO_3, ddp: Mapping[str, Any] = SLOTS) -> Trainer:
+    return build_trainer(case, strategy, CPU, ddp=ddp)
 
 
 def graphed(
-    case: Case = CASE, strategy: str = ZERO_3, parts: tuple[str, ...] = ()
+    case: Case = CASE,
+    strategy: str = ZERO_3,
+    parts: tuple[str, ...] = (),
+    ddp: Mapping[str, Any] = SLOTS,
 ) -> tuple[Trainer, FakeGraphs]:
-    trainer = eager(case, strategy)
+    trainer = eager(case, strategy, ddp)
     fake = FakeGraphs()
     put_graphs_into(trainer.wrapper, fake, *parts)
     return trainer, fake
@@ -84,24 +93,48 @@ def numbers(trainer: Trainer) -> Any:
     return found, full_weights(trainer)
 
 
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "layers": (ZERO_3, {}, ()),
-    "layers, ZeRO-2": ("optim_grads", {}, ()),
-    "attention and MLP": (ZERO_3, {}, ("attn", "mlp")),
-    "fused": (ZERO_3, {"fused": True}, ()),
-    "recomputed": (ZERO_3, {"recompute": "selective-mlp", "bias": False}, ()),
-    "tied": (ZERO_3, {"tied": True, "swiglu": True}, ()),
+class Model(NamedTuple):
+    """A strategy; changes of the case; the captured parts; fields of the DDP config. whole: the
+    rank is the only one, so that nothing is sharded."""
+
+    strategy: str = ZERO_3
+    change: Mapping[str, Any] = MappingProxyType({})
+    parts: tuple[str, ...] = ()
+    ddp: Mapping[str, Any] = MappingProxyType(SLOTS)
+    whole: bool = False
+
+
+FUSED = {"fused": True}
+MODELS = {
+    "layers": Model(),
+    "layers, ZeRO-2": Model("optim_grads"),
+    "attention and MLP": Model(parts=("attn", "mlp")),
+    "fused": Model(change=FUSED),
+    "recomputed": Model(change={"recompute": "selective-mlp", "bias": False}),
+    "tied": Model(change={"tied": True, "swiglu": True}),
+    # Gradients that stay over the microbatches of a step, which graphs add to.
+    "kept gradients": Model("optim", {"microbatches": 3}, ddp={}),
+    "kept gradients, fused": Model("no_shard", FUSED, ddp={}),
+    "kept gradients, parts": Model("optim", {"tied": True}, ("attn", "mlp"), {}),
+    "joined": Model(ddp={**SLOTS, UNIT_NUMEL: 5000}),
+    "joined and kept, fused": Model("optim", FUSED, ddp={UNIT_NUMEL: 5000}),
+    "some units kept, fused": Model(change=FUSED, ddp={**SLOTS, BUDGET: 3e3 / GIB}),
+    "all units kept": Model(ddp={**SLOTS, BUDGET: 1.0}),
+    "alone": Model(change={"microbatches": 3}, ddp={}, whole=True),
+    "alone, fused": Model("optim_grads", FUSED, ddp={}, whole=True),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_train_to_the_bits_of_eager_steps(one_rank: torch.device, name: str) -> None:
-    strategy, change, parts = MODELS[name]
-    case = CASE.but(**change)
+    row = MODELS[name]
+    case = CASE.but(**row.change)
     patches.install(FUSED_WGRAD)
+    is_alone = mock.patch.object(building, "has_one_rank", has_one_rank)
     try:
-        trainer, fake = graphed(case, strategy, parts)
-        plain = eager(case, strategy)
+        with is_alone if row.whole else nullcontext():
+            trainer, fake = graphed(case, row.strategy, row.parts, row.ddp)
+            plain = eager(case, row.strategy, row.ddp)
         expected, weights = numbers(plain)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # that something runs eagerly
@@ -109,8 +142,8 @@ def test_replays_train_to_the_bits_of_eager_steps(one_rank: torch.device, name: 
     finally:
         patches.uninstall(FUSED_WGRAD)
     assert found == expected
-    check_same_bits(mine, weights, strategy)
-    assert fake.captures == A_PASS * max(1, len(parts))
+    check_same_bits(mine, weights, name)
+    assert fake.captures == A_PASS * max(1, len(row.parts))
     assert len(fake.replays) == 2 * case.microbatches * fake.captures
 
 
@@ -325,8 +358,8 @@ def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.
 
 
 def test_buffers_without_a_fixed_place_cannot_be_captured(one_rank: torch.device) -> None:
-    for strategy, ddp in ((ZERO_3, {}), ("optim", SLOTS)):
-        trainer = build_trainer(CASE, strategy, CPU, ddp=ddp)
+    for strategy in (ZERO_3, "optim_grads"):
+        trainer = eager(strategy=strategy, ddp={})
         with pytest.raises(ValueError, match="fsdp_double_buffer"):
             put_graphs_into(trainer.wrapper, FakeGraphs())
 

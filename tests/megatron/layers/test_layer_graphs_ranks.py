@@ -4,7 +4,7 @@ are those of the same wrapper without them, bit for bit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.graphs.captured import CapturedCall
-from tests.lib.engine.fake_graphs import FakeGraphs, has_accumulator, put_graphs_into, to_be_graphed
+from tests.lib.engine.fake_graphs import FakeGraphs, has_accumulator, put_graphs_into
 from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
 from tests.lib.gpt.variants import ZERO_3, Variant, compare, marked, train_and_evaluate
+from tests.lib.ranks.one_rank import as_one_of_many
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("megatron/layers/layer_graphs.py", "graphs/layer_graphs.py", "graphs/captured.py")
@@ -38,7 +39,7 @@ def weights_are_fresh() -> Iterator[None]:
         assert not any(map(has_accumulator, params)), self.site.name
         return original(self, *args)
 
-    with to_be_graphed(), mock.patch.object(CapturedCall, "record", record):
+    with mock.patch.object(CapturedCall, "record", record):
         yield
 
 
@@ -76,8 +77,9 @@ ROWS = tuple(
     )
     for name, topology, ddp, around in (
         # Of several passes in flight the later ones capture what the first has used.
-        ("pipeline", TOPOLOGIES["pp2"], SLOTS, to_be_graphed),
-        ("interleaved pipeline", TOPOLOGIES["pp2-vpp2"], SLOTS, to_be_graphed),
+        ("pipeline", TOPOLOGIES["pp2"], SLOTS, as_one_of_many),
+        ("pipeline, gradients add", TOPOLOGIES["pp2"], {}, nullcontext),
+        ("interleaved pipeline", TOPOLOGIES["pp2-vpp2"], SLOTS, as_one_of_many),
         # Both dispatchers read numbers of tokens on the host.
         ("experts", EP2, SLOTS, weights_are_fresh),
         ("experts, allgather", replace(EP2, dispatcher="allgather"), SLOTS, weights_are_fresh),
