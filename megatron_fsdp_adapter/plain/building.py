@@ -21,7 +21,7 @@ from ..core.config import EngineConfig
 from ..core.engine.partition import managed_params, partition, unit_modules, units_that_look_up
 from ..core.problems import raise_problems
 from ..core.topology import ShardDomain
-from ..plan.module_problems import module_problems
+from ..plan.module_problems import module_problems, place_problems
 from ..plan.unit_classes import UNIT_CLASSES_OPTION as UNITS
 from ..plan.unit_classes import classes_of, repeated_layers
 from ..plan.unit_grouping import described, group_layers
@@ -127,7 +127,8 @@ def raise_model_problems(
 ) -> None:
     """ValueError with all problems of `module`, its unit classes, the dtype of main weights, and
     parameters on the meta device."""
-    found = module_problems(module, classes, None, main)
+    found = module_problems(module, classes, main)
+    found += place_problems(module, None)
     found += meta_problems(module, on_meta, own_initializer)
     raise_problems(SUBJECT, found)
 

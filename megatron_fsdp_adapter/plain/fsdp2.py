@@ -370,7 +370,7 @@ def _check(
             plain.update(entry.fqns)
         if problem:
             found.append(f"parameter {entry.fqns[0]} ({tuple(param.shape)}): {problem}")
-    found += module_problems(module, None, None, None, plain.__contains__, may_be_frozen=True)
+    found += module_problems(module, None, None, plain.__contains__, may_be_frozen=True)
     raise_problems(SUBJECT, found)
     return elsewhere
 

@@ -22,7 +22,6 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def module_problems(
     module: nn.Module,
     unit_classes: Sequence[type[nn.Module] | str] | None,
-    device: torch.device | str | None,
     main_params_dtype: torch.dtype | None,
     is_managed: Callable[[str], bool] = lambda fqn: True,
     may_be_frozen: bool = False,
@@ -31,7 +30,6 @@ def module_problems(
 
     Args:
         unit_classes: the classes of units; None: nothing to check.
-        device: where the model is to be; None: nothing to check.
         main_params_dtype: dtype of main weights; None: each parameter's own.
         is_managed: False for the name of a parameter that is not to be sharded. Its type and
             format are not checked.
@@ -47,7 +45,6 @@ def module_problems(
         found += _main_weights_that_lose_bits(module, main_params_dtype)
     found += outdated_values(module, is_managed)
     found += unit_problems(module, unit_classes or ())
-    found += _devices(module, device)
     return found
 
 
@@ -182,7 +179,10 @@ def _frozen(module: nn.Module) -> list[str]:
     ]
 
 
-def _devices(module: nn.Module, device: torch.device | str | None) -> list[str]:
+def place_problems(module: nn.Module, device: torch.device | str | None) -> list[str]:
+    """Problems of where the model is.
+
+    device: where it is to be; None: on any one device."""
     devices = sorted({str(param.device) for param in module.parameters() if not param.is_meta})
     if len(devices) > 1:
         return [

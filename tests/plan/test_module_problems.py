@@ -3,6 +3,7 @@ No process group is there."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron_fsdp_adapter.plan.module_problems import module_problems
+from megatron_fsdp_adapter.plan.module_problems import module_problems, place_problems
 from megatron_fsdp_adapter.plan.unit_classes import classes_of, repeated_layers
 
 CHECKS = ("plan/module_problems.py", "plan/unit_classes.py")
@@ -204,12 +205,33 @@ GOOD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_others_are_no_problem(name: str) -> None:
-    assert module_problems(GOOD[name](), None, None, torch.float32) == []
+    assert module_problems(GOOD[name](), None, torch.float32) == []
 
 
 def test_what_is_not_sharded_may_be_anything() -> None:
     odd = Odd(torch.ones(4).to(torch.float8_e4m3fn), trained=False)
-    assert module_problems(odd, None, None, torch.float32, lambda fqn: fqn != "odd") == []
+    assert module_problems(odd, None, torch.float32, lambda fqn: fqn != "odd") == []
+
+
+class OnDevices(nn.Module):
+    """A module with a parameter on each of some devices, which need not exist."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.devices = devices  # names
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return [SimpleNamespace(device=name, is_meta=name == "meta") for name in self.devices]
+
+
+def test_a_model_is_on_one_device() -> None:
+    """`fully_shard` does not ask: it moves each parameter, and its calls move a model in parts."""
+    assert place_problems(OnDevices("cpu", "meta", "cpu"), None) == []
+    [found] = place_problems(OnDevices("cuda:1", "cpu"), None)
+    assert found.startswith("module: its parameters are on several devices ['cpu', 'cuda:1']")
+    [found] = place_problems(OnDevices("cpu"), "cuda:1")
+    assert found.startswith("device=cuda:1: the module's parameters are on cpu")
+    assert place_problems(OnDevices("cuda:1"), torch.device("cuda", 1)) == []
 
 
 class DecoderLayer(nn.Module):
@@ -317,7 +339,7 @@ def test_unit_classes_may_be_named(name: str) -> None:
     named, expected = CLASSES[name]
     module = _named_layers()
     assert classes_of(module, [named]) == expected
-    assert module_problems(module, [named], None, torch.float32) == []
+    assert module_problems(module, [named], torch.float32) == []
 
 
 NO_CLASS = {

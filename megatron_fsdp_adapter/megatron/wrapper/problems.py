@@ -17,7 +17,7 @@ from ...build.materialize import meta_problems
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.partition import ManagedParam, managed_params
 from ...core.problems import raise_problems
-from ...plan.module_problems import module_problems
+from ...plan.module_problems import module_problems, place_problems
 from ...plan.placement import placement_problems
 from ...quantized import format_of
 from ..compat import core_api
@@ -72,11 +72,11 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
         *module_problems(
             module,
             given.unit_classes,
-            given.given_device,
             read(ddp_config, MAIN_PARAMS),
             given.manages,
             may_be_frozen=config.pipeline_model_parallel_size > 1,  # other stages may train
         ),
+        *place_problems(module, given.given_device),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),
         *placement_problems(given.module_placements, module),
