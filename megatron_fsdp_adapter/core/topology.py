@@ -46,6 +46,25 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class WholeMesh:
+    """A mesh with dims for data parallelism and others, over all of which parameters are DTensors.
+
+    shards, replicas: names of the dims over which the shards of a parameter lie, and over which
+        these are repeated.
+    """
+
+    mesh: DeviceMesh
+    shards: tuple[str, ...]
+    replicas: tuple[str, ...]
+
+    @property
+    def own_dims(self) -> list[int]:
+        """The numbers of the dims for data parallelism."""
+        names = self.mesh.mesh_dim_names or ()
+        return [names.index(name) for name in (*self.replicas, *self.shards)]
+
+
+@dataclass(frozen=True)
 class ShardDomain:
     """The ranks over which parameters of one kind are sharded, gathered and reduced.
 
@@ -56,6 +75,7 @@ class ShardDomain:
     grad_scale: multiplies the sum of the ranks' gradients, once.
     outer: a second data-parallel axis, across which shards are replicated or split again; None
         without one.
+    whole: the mesh of parameters that are DTensors over data-parallel dims, too; None without such.
     """
 
     name: str
@@ -65,6 +85,7 @@ class ShardDomain:
     mesh: DeviceMesh
     grad_scale: float
     outer: Axis | None = None
+    whole: WholeMesh | None = None
 
     def __post_init__(self) -> None:
         shards = list(self.axis.ranks)

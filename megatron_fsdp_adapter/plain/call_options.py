@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
-from ..core.topology import DENSE, ShardDomain
-from .mesh import MeshGroups, rank_count
+from ..core.duplicate_groups import duplicate_ranks
+from ..core.runtime.rank_warnings import warn
+from ..core.topology import DENSE, ShardDomain, WholeMesh
+from .mesh import MeshGroups, rank_count, whole_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +30,10 @@ class FullyShardOptions:
         groups: those of the shard axis and of the replicas.
         mesh: the mesh that parameters show; None if the engine makes one of `groups`.
         reshards: whether weights are resharded after forward.
+        kept_over: number of ranks over which they are sharded then; None for all.
         ignored: parameters that are not sharded.
         device_type: type of the devices that have the shards.
+        whole: the mesh of parameters that are DTensors over data-parallel dims, too.
     """
 
     groups: MeshGroups
@@ -37,9 +43,13 @@ class FullyShardOptions:
     offload: bool
     ignored: frozenset[nn.Parameter]
     device_type: str
+    whole: WholeMesh | None = None
+    kept_over: int | None = None
 
     def __post_init__(self) -> None:
         _check_compute_dtype(self.policy.param_dtype)
+        if self.kept_over is not None:
+            fewer_ranks(self.groups[0], self.kept_over)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -57,14 +67,19 @@ class FullyShardOptions:
             grad_scale=1.0 / rank_count(self.groups),
         )
         made = index.domain(DENSE)
-        return replace(made, mesh=self.mesh or made.mesh)
+        return replace(made, mesh=self.mesh or made.mesh, whole=self.whole)
 
     def over(self, info: Any) -> FullyShardOptions:
         """These options over the ranks of `info`, a `FSDPMeshInfo` of torch."""
         groups = (info.shard_process_group, getattr(info, "replicate_process_group", None))
-        if info.mesh.ndim == len([group for group in groups if group is not None]):
-            return replace(self, groups=groups, mesh=info.mesh)
-        return replace(self, groups=groups, mesh=None)
+        whole = None
+        if getattr(info, "dp_mesh_dims", None) is not None:
+            whole = whole_mesh(info.spmd_mesh, info.dp_mesh_dims)
+        is_of_groups = info.mesh.ndim == len([group for group in groups if group is not None])
+        mesh = info.mesh if is_of_groups else None
+        if self.kept_over is not None:
+            resharding(self.kept_over, groups[0])
+        return replace(self, groups=groups, mesh=mesh, whole=whole)
 
     def of_the_model(self) -> dict[str, Any]:
         """The options that are the same for all modules of a model."""
@@ -72,6 +87,45 @@ class FullyShardOptions:
             "mp_policy.reduce_dtype": self.policy.reduce_dtype,
             "offload_policy": self.offload,
         }
+
+
+def resharding(
+    after_forward: bool | int | None, group: dist.ProcessGroup
+) -> tuple[bool, int | None]:
+    """True if weights are resharded after forward, and the number of ranks of `group` over which
+    they are kept until the backward; None for no such number, or for all ranks.
+
+    ValueError for a number that does not divide the ranks."""
+    if after_forward is None or isinstance(after_forward, bool):
+        return after_forward is not False, None
+    size = dist.get_world_size(group)
+    if not isinstance(after_forward, int) or after_forward < 1 or size % after_forward:
+        raise ValueError(
+            f"reshard_after_forward={after_forward!r}: must be a bool, or a number of ranks that "
+            f"divides the {size} ranks of the shard axis"
+        )
+    if after_forward == 1:
+        warn(
+            "reshard_after_forward=1 is a number of ranks, so weights stay gathered after forward, "
+            "as with False. Pass True to reshard them"
+        )
+    is_between = 1 < after_forward < size
+    return after_forward > 1, after_forward if is_between else None
+
+
+_FEWER: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Groups that `fewer_ranks` has made, by group and number of ranks."""
+
+
+def fewer_ranks(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
+    """The group of `count` neighbors in `group` that this rank is one of. The first call for each
+    number makes it, which is collective over the default group."""
+    made = _FEWER.setdefault(group, {})
+    if count not in made:
+        ranks = dist.get_process_group_ranks(group)
+        first = dist.get_rank(group) // count * count
+        made[count] = duplicate_ranks(tuple(ranks[first : first + count]), "reshard_after_forward")
+    return made[count]
 
 
 def _check_compute_dtype(dtype: torch.dtype | None) -> None:

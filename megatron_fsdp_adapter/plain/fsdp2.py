@@ -38,7 +38,7 @@ from ..core.problems import raise_problems
 from ..plan.module_problems import module_problems
 from ..state.not_copyable import NotCopyable
 from . import extended
-from .call_options import FullyShardOptions
+from .call_options import FullyShardOptions, resharding
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
@@ -59,7 +59,13 @@ from .fsdp2_model import (
     set_on,
     shard_now,
 )
-from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of, refuse_left_out
+from .mesh import (
+    data_parallel_mesh,
+    device_type_of,
+    groups_by_position,
+    left_out_of,
+    whole_mesh,
+)
 from .sharded_params import keeping_params, show_tied
 
 
@@ -166,7 +172,12 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,
         and after each backward of a step but the last."""
-        set_on(self, recurse, lambda engine, unit: unit.stay(not reshard_after_forward))
+
+        def setting(engine: Any, unit: Any) -> None:
+            unit.stay(not reshard_after_forward)
+            engine.gather.keep_over(unit, {})
+
+        set_on(self, recurse, setting)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -301,11 +312,10 @@ def fully_shard(
             first, for the model last.
         mesh: the ranks to shard over, and the type of their devices, to which parameters and
             buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
-            or two: (replicas, shards). A dim of one rank with a model-parallel name ("tp", say) is
-            left out. ValueError if it has more.
-        reshard_after_forward: False keeps weights gathered after forward. Any other value
-            reshards them after forward; a number of ranks too, to which torch's would reshard them.
-            The root's weights stay through a pass with any value.
+            or two, by position: (replicas, shards).
+        reshard_after_forward: False keeps weights gathered after forward; a number of ranks keeps
+            them sharded over so many neighbors, until the backward. Any other value reshards them
+            to all ranks. The root's weights stay through a pass with any value.
         shard_placement_fn: called with each parameter. The dim that it returns is a hint: rows are
             cut along dim 0 anyway. ValueError for a dim that the parameter has not, or another
             mesh.
@@ -313,7 +323,8 @@ def fully_shard(
         offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
             `fully_shard_optimizer` steps on the device, unit by unit.
         ignored_params: are left as they are.
-        dp_mesh_dims: which dims of a larger mesh are shards and replicas.
+        dp_mesh_dims: which dims of a larger mesh are shards and replicas. Parameters are DTensors
+            over the whole mesh, replicated over these dims.
 
     Returns:
         `module`, whose class is a subclass of its own one and of torch's `FSDPModule`.
@@ -324,14 +335,18 @@ def fully_shard(
     """
     note_sharding()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    groups = groups_by_position(mesh, dp_mesh_dims)
+    reshards, kept_over = resharding(reshard_after_forward, groups[0])
     options = FullyShardOptions(
-        groups=data_parallel_groups(mesh, dp_mesh_dims),
+        groups=groups,
         mesh=data_parallel_mesh(mesh, dp_mesh_dims),
-        reshards=reshard_after_forward is not False,
+        reshards=reshards,
+        kept_over=kept_over,
         policy=mp_policy,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         ignored=frozenset(ignored_params or ()),
         device_type=device_type_of(mesh),
+        whole=whole_mesh(mesh, dp_mesh_dims),
     )
     # All are checked before one is changed.
     elsewhere: dict[int, FullyShardOptions] = {}
@@ -365,7 +380,13 @@ def _check(
         own = elsewhere.get(id(param), options)
         problem = extended.problem_of(param, options.offload, options.policy.param_dtype)
         if isinstance(param, DTensor):
-            problem = problem or problem_of(param, own.mesh)
+            problem = problem or problem_of(param, own.mesh, own.whole)
+        elif own.whole is not None and left_out_of(own.whole):
+            problem = (
+                f"it is no DTensor over the mesh, of which dp_mesh_dims leaves out "
+                f"{left_out_of(own.whole)}, so each rank would train its own part. Make it one "
+                "(distribute_module), or pass the data-parallel dims alone, as mesh['dp']"
+            )
         elif not extended.is_extended(param):
             plain.update(entry.fqns)
         if problem:
@@ -419,8 +440,6 @@ def _placed_elsewhere(
             )
         info = getattr(placed, "mesh_info", None)
         if info is not None:
-            if getattr(info, "dp_mesh_dims", None) is not None:
-                refuse_left_out(info.spmd_mesh, info.dp_mesh_dims)
             own = options.over(info)
             ranks = tuple(map(dist.get_process_group_ranks, filter(None, own.groups)))
             elsewhere[id(param)] = others.setdefault(str(ranks), own)

@@ -30,7 +30,7 @@ from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_address
 from .building import mark_shards, trained_dtype
-from .call_options import FullyShardOptions, ModelDomains
+from .call_options import FullyShardOptions, ModelDomains, fewer_ranks
 from .casts import cast_inputs_of, cast_outputs_of
 from .feedback import announce
 from .sharded_params import (
@@ -182,7 +182,6 @@ def params_to_shard(module: nn.Module, options: FullyShardOptions) -> list[Manag
     """The parameters that a call with `module` and `options` is to shard: those that it does not
     ignore, and that no earlier call has sharded or ignored."""
     others = {*known_params(module), *map(id, options.ignored)}
-    mesh = options.domain.mesh
     replaced: set[int] = set()  # DTensors that a program has put in the place of sharded parameters
     for child, _ in marked(module):
         replaced.update(id(entry.param) for entry in managed_params(child))
@@ -191,7 +190,7 @@ def params_to_shard(module: nn.Module, options: FullyShardOptions) -> list[Manag
         key = id(entry.param)
         if key in others:
             continue
-        if is_sharded_over(entry.param, mesh) and (key in replaced or _is_known(key)):
+        if is_sharded_over(entry.param, options.domain) and (key in replaced or _is_known(key)):
             continue
         found.append(entry)
     return found
@@ -285,9 +284,9 @@ def _params_of_model(
         domain = around if one is None else one.domain
         if waits_for_run(entry.param):
             found.append(replace(entry, domain=domains.name_of(domain)))
-        elif one is not None or is_sharded_over(entry.param, domain.mesh):
+        elif one is not None or is_sharded_over(entry.param, domain):
             own = replace(entry, domain=domains.name_of(domain))
-            found.append(as_before_sharding(own, one, domain.mesh.ndim, device))
+            found.append(as_before_sharding(own, one, domain, device))
         elif entry.param.requires_grad:
             joined.append(
                 f"parameter {entry.fqns[0]} joined the model after the call of fully_shard with "
@@ -375,6 +374,12 @@ def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan
     for unit, plan in zip(engine.units, plans, strict=True):
         for module in plan.modules:
             mark_on(module).unit = unit
+            kept_over = mark_on(module).options.kept_over
+            if kept_over is not None:
+                fewer = {}
+                for group in unit.groups:
+                    fewer[group.key.domain] = fewer_ranks(group.domain.axis.group, kept_over)
+                engine.gather.keep_over(unit, fewer)
         if plan.strategy is not None:  # its weights stay after forward
             gathers = functools.partial(_gathers_for_read, weakref.ref(engine), unit.ordinal)
             for group in unit.groups:

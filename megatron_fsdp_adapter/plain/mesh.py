@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.runtime.rank_warnings import warn
+from ..core.topology import WholeMesh
 
 MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
 """Names of dims whose ranks have different weights."""
@@ -43,32 +44,56 @@ def device_type_of(mesh: Ranks) -> str:
     return accelerator.type
 
 
-def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
+def data_parallel_groups(mesh: Ranks) -> MeshGroups:
     """The groups of the shard axis and of the outer one, None without replicas.
 
     mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,
         shards); either with model-parallel dims, by name, of a single rank; None for all ranks.
-    dims: names of the mesh's dims for shards and replicas (torch's `DataParallelMeshDims`), for a
-        mesh that has others too.
 
     Raises:
         ValueError: `mesh` has more dims, two without names, or a dim of several model-parallel
-            ranks; or `dims` names none for shards, or leaves out one of several ranks.
+            ranks.
     """
     if mesh is None:
         return dist.distributed_c10d._get_default_group(), None
     if not isinstance(mesh, DeviceMesh):
         return mesh, None
-    if dims is not None:
-        refuse_left_out(mesh, dims)
-        shards = _mesh_along(mesh, dims.shard_names)
-        replicas = _mesh_along(mesh, dims.replicate_names)
-        if shards is None:
-            raise ValueError(
-                f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
-            )
-        return shards.get_group(), None if replicas is None else replicas.get_group()
-    axes = _axes(mesh)
+    axes = [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
+    return _groups_of(mesh, axes)
+
+
+def groups_by_position(mesh: Ranks, dims: Any = None) -> MeshGroups:
+    """The groups of the shard axis and of the outer one of a mesh whose dims are (shards,) or
+    (replicas, shards) with any names, as torch's `fully_shard` reads it. A name of model
+    parallelism brings a warning.
+
+    dims: names of the mesh's dims for shards and replicas (torch's `DataParallelMeshDims`), for a
+        mesh that has others too.
+
+    Raises:
+        ValueError: `mesh` has more dims, or two without names; or `dims` names none for shards, or
+            one that `mesh` does not have.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return data_parallel_groups(mesh)
+    if dims is None:
+        _tell_of_names(mesh)
+        return _groups_of(mesh, range(mesh.ndim))
+    names = mesh.mesh_dim_names or ()
+    unknown = {*dims.shard_names, *dims.replicate_names} - {*names}
+    if unknown:
+        raise ValueError(
+            f"dp_mesh_dims={dims}: the mesh has no dims {sorted(unknown)}. Name some of {names}"
+        )
+    shards = _mesh_along(mesh, dims.shard_names)
+    replicas = _mesh_along(mesh, dims.replicate_names)
+    if shards is None:
+        raise ValueError(f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP")
+    return shards.get_group(), None if replicas is None else replicas.get_group()
+
+
+def _groups_of(mesh: DeviceMesh, axes: Sequence[int]) -> MeshGroups:
+    """The groups of the dims `axes`, which are (shards,) or (replicas, shards)."""
     if not 1 <= len(axes) <= 2:
         raise ValueError(
             f"mesh={mesh}: {len(axes)} dims for data parallelism are not supported. Pass one dim "
@@ -91,30 +116,50 @@ def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
     return shard, mesh.get_group(axes[0])
 
 
+def _tell_of_names(mesh: DeviceMesh) -> None:
+    """Warns of a mesh of two dims whose names are not those of replicas and shards."""
+    names = mesh.mesh_dim_names or ()
+    parallel = [name for name in names if name in MODEL_PARALLEL]
+    if len(names) == 2 and parallel:
+        warn(
+            f"mesh={mesh}: its dims are read by position, {names[0]!r} as replicas and "
+            f"{names[1]!r} as shards, but {parallel[0]!r} is a name of model parallelism. If its "
+            "ranks have different weights, pass the data-parallel dims alone, as mesh['dp']"
+        )
+
+
 def data_parallel_mesh(mesh: Ranks, dims: Any = None) -> DeviceMesh | None:
-    """The mesh of parameters: `mesh` without its model-parallel dims, or one without names over a
-    process group. With `dims` it has their names, as torch's. None if this torch cannot join two
-    meshes: the engine makes one then."""
-    if dims is not None and isinstance(mesh, DeviceMesh):
-        shards = _mesh_along(mesh, dims.shard_names)
-        replicas = _mesh_along(mesh, dims.replicate_names)
-        if replicas is None or shards is None:
-            return shards
-        if not hasattr(DeviceMesh, "_concatenate"):
-            return None
-        return DeviceMesh._concatenate([replicas, shards])
+    """The mesh of parameters: `mesh`, or one without names over a process group. With `dims` it has
+    their names, as torch's. None if this torch cannot join two meshes: the engine makes one then.
+    """
     if not isinstance(mesh, DeviceMesh):
         group, _ = data_parallel_groups(mesh)
         return DeviceMesh.from_group(group, device_type_of(mesh))
-    axes = _axes(mesh)
-    if len(axes) == mesh.ndim:
+    if dims is None:
         return mesh
-    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]  # type: ignore[index]
+    shards = _mesh_along(mesh, dims.shard_names)
+    replicas = _mesh_along(mesh, dims.replicate_names)
+    if replicas is None or shards is None:
+        return shards
+    if not hasattr(DeviceMesh, "_concatenate"):
+        return None
+    return DeviceMesh._concatenate([replicas, shards])
 
 
-def _axes(mesh: DeviceMesh) -> list[int]:
-    """The numbers of the data-parallel dims of `mesh`."""
-    return [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
+def whole_mesh(mesh: Ranks, dims: Any) -> WholeMesh | None:
+    """The mesh of parameters that are DTensors over all of its dims, of which `dims` are those for
+    data parallelism; None without `dims`."""
+    if dims is None or not isinstance(mesh, DeviceMesh):
+        return None
+    return WholeMesh(mesh, tuple(dims.shard_names), tuple(dims.replicate_names))
+
+
+def left_out_of(whole: WholeMesh) -> list[str]:
+    """The dims of several ranks that are not for data parallelism."""
+    mesh = whole.mesh
+    named = {*whole.shards, *whole.replicas}
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return [name for name, size in sizes if name not in named and size > 1]
 
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
@@ -130,22 +175,6 @@ def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
             "they cannot share shards. Pass the data-parallel dims, as mesh['dp']"
         )
     return True
-
-
-def refuse_left_out(mesh: DeviceMesh, dims: Any) -> None:
-    """ValueError if `dims` leaves out a dim of several ranks: torch takes parameters over all dims
-    then, as DTensors or annotated (`spmd_types`)."""
-    named = {*dims.shard_names, *dims.replicate_names}
-    left_out = []
-    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
-        if name not in named and size > 1:
-            left_out.append(name)
-    if left_out:
-        raise ValueError(
-            f"dp_mesh_dims={dims}: {left_out} of the mesh have several ranks and are not in it, "
-            "but parameters over all dims of a mesh are not supported. Pass the data-parallel dims "
-            "alone, as mesh['dp'] (torchtitan: spmd_backend='partial_dtensor')"
-        )
 
 
 def _mesh_along(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:

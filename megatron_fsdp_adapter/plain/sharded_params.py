@@ -40,7 +40,12 @@ from ..core.engine.params import (
     refuse_assigned,
 )
 from ..core.engine.partition import ManagedParam
-from ..core.engine.tensor_parallel import as_managed, sharded_place
+from ..core.engine.tensor_parallel import (
+    OWN_DIMS,
+    as_managed,
+    sharded_place,
+    whole_mesh_of,
+)
 from ..core.topology import ShardDomain
 from ..quantized.params import kind_of
 from .accelerate import give_address
@@ -67,15 +72,16 @@ class ShardedParam(NamedTuple):
     domain: ShardDomain
 
 
-def is_sharded_over(param: Any, mesh: DeviceMesh) -> bool:
-    """True if `param` is a DTensor whose first mesh dims are those of `mesh`."""
+def is_sharded_over(param: Any, domain: ShardDomain) -> bool:
+    """True if `param` is a DTensor over the ranks of `domain`, as sharded parameters are."""
     if not isinstance(param, DTensor):
         return False
-    over = param.device_mesh
-    if over == mesh:
-        return True
-    names = over.mesh_dim_names or ()
-    return over.ndim > mesh.ndim and names[: mesh.ndim] == mesh.mesh_dim_names
+    whole = whole_mesh_of(param, domain)
+    if whole is not None:
+        return not all(param.placements[dim].is_replicate() for dim in whole.own_dims)
+    own = domain.mesh.mesh_dim_names
+    names = param.device_mesh.mesh_dim_names
+    return param.device_mesh == domain.mesh or bool(own and names and {*own} < {*names})
 
 
 def waits_for_run(param: torch.Tensor) -> bool:
@@ -116,7 +122,7 @@ def shard_params(
             local = local.to(device)
             _broadcast(local, ranks)
         make = _sharded_by_its_class if own_way else _sharded
-        sharded = make(entry, local, groups[0], domain.mesh)
+        sharded = make(entry, local, groups[0], domain)
         mark_as_part_of_buffer(sharded)
         give_address(sharded)
         if not own_way:  # as of torch's FSDP2, it has nothing of the class
@@ -155,7 +161,7 @@ def _broadcast(values: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> Non
 
 
 def _sharded_by_its_class(
-    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, mesh: DeviceMesh
+    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, domain: ShardDomain
 ) -> Any:
     """The sharded parameter of one whose class has gather extensions. ValueError if the class
     cannot split it."""
@@ -169,12 +175,12 @@ def _sharded_by_its_class(
             "that each rank has all of it, or give the class the operators that torch's "
             "fully_shard calls"
         ) from error
-    made = dtensor_of_rows(rows, mesh, placements_over(mesh), local.shape)
+    made = dtensor_of_rows(rows, domain.mesh, placements_over(domain.mesh), local.shape)
     return nn.Parameter(made, entry.param.requires_grad)
 
 
 def _sharded(
-    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, mesh: DeviceMesh
+    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, domain: ShardDomain
 ) -> Any:
     """The sharded parameter of a plain one, or of a DTensor. Its rows of `local` have memory of
     their own."""
@@ -184,12 +190,12 @@ def _sharded(
     rank = dist.get_rank(group)
     part = chunks[rank] if rank < len(chunks) else whole[:0]
     rows = torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part)
-    placements = placements_over(mesh)
+    placements = placements_over(domain.mesh)
     if isinstance(original, DTensor):
-        made = dtensor_over(rows, *sharded_place(original, mesh, placements))
+        made = dtensor_over(rows, *sharded_place(original, domain, placements))
     else:
         stride = torch.empty(whole.shape, device="meta").stride()
-        made = dtensor_over(rows, mesh, placements, whole.shape, stride)
+        made = dtensor_over(rows, domain.mesh, placements, whole.shape, stride)
     return nn.Parameter(made, original.requires_grad)
 
 
@@ -268,17 +274,17 @@ def keeping_params(module: Any) -> Iterator[None]:
 
 
 def as_before_sharding(
-    entry: ManagedParam, found: ShardedParam | None, dims: int, device: torch.device
+    entry: ManagedParam, found: ShardedParam | None, domain: ShardDomain, device: torch.device
 ) -> ManagedParam:
     """`entry`, whose parameter is a sharded one, with the parameter that modules are to have in a
     forward: the original of `found`, or a new one if the program has put another DTensor there.
 
-    dims: mesh dims over which rows are split or replicated. ValueError if that DTensor is sharded
-    in another way; RuntimeError if the program has assigned to its `data`.
+    domain: the ranks that share it. ValueError if that DTensor is sharded in another way;
+    RuntimeError if the program has assigned to its `data`.
     """
     sharded: Any = entry.param
     refuse_assigned(sharded, f"data of parameter {entry.fqns[0]}")
-    *outer, last = sharded.placements[:dims]
+    *outer, last = [sharded.placements[dim] for dim in _own_dims(sharded, domain)]
     splits_rows = isinstance(last, (Shard, _StridedShard)) and last.dim == 0
     if not splits_rows or not all(one.is_replicate() for one in outer):
         raise ValueError(
@@ -287,30 +293,67 @@ def as_before_sharding(
         )
     if is_extended(sharded):
         return with_extension(entry, device)
-    original = _without_values(sharded, None if found is None else found.original, dims, device)
+    original = _without_values(sharded, None if found is None else found.original, domain, device)
     original.requires_grad = sharded.requires_grad
     return as_managed(replace(entry, param=original, sharded=sharded))
 
 
-def _without_values(sharded: Any, original: Any, dims: int, device: torch.device) -> nn.Parameter:
-    """The parameter of which `sharded` has rows, `original` if there is one, in the dtype of the
-    rows. It takes no memory. dims: mesh dims over which rows are split."""
+def _own_dims(sharded: Any, domain: ShardDomain) -> list[int]:
+    """The dims of the mesh of a sharded parameter that are for data parallelism, shards last."""
+    whole = whole_mesh_of(sharded, domain)
+    if whole is not None:
+        return whole.own_dims
     names = sharded.device_mesh.mesh_dim_names
-    is_parallel = sharded.device_mesh.ndim > dims
+    own = domain.mesh.mesh_dim_names
+    if not names or not own or not {*own} <= {*names}:
+        return list(range(domain.mesh.ndim))
+    return [names.index(name) for name in own]
+
+
+def _place_before(sharded: Any, domain: ShardDomain) -> tuple[DeviceMesh, list[Placement]] | None:
+    """Mesh and placements of the DTensor of which `sharded` has rows; None if it was a plain
+    tensor."""
+    over = sharded.device_mesh
+    if over == domain.mesh and whole_mesh_of(sharded, domain) is None:
+        return None
+    of_dims = dict(zip(over.mesh_dim_names, sharded.placements, strict=True))
+    for dim in _own_dims(sharded, domain):
+        of_dims[over.mesh_dim_names[dim]] = Replicate()
+    whole = domain.whole
+    if whole is not None:
+        names = whole.mesh.mesh_dim_names or ()
+        return whole.mesh, [of_dims.get(name, Replicate()) for name in names]
+    dims = domain.mesh.ndim
+    return over[tuple(over.mesh_dim_names[dims:])], list(sharded.placements[dims:])
+
+
+def _noting_own_dims(shown: Any, domain: ShardDomain) -> nn.Parameter:
+    """A module's parameter. Notes on a DTensor which dims of its mesh are for data parallelism."""
+    whole = whole_mesh_of(shown, domain)
+    if whole is not None:
+        setattr(shown, OWN_DIMS, whole.own_dims)
+    return shown  # type: ignore[no-any-return]
+
+
+def _without_values(
+    sharded: Any, original: Any, domain: ShardDomain, device: torch.device
+) -> nn.Parameter:
+    """The parameter of which `sharded` has rows, `original` if there is one, in the dtype of the
+    rows. It takes no memory."""
+    place = _place_before(sharded, domain)
     shape = tuple(sharded.shape)
-    if is_parallel:
-        inner = sharded.device_mesh[tuple(names[dims:])]
-        placements = sharded.placements[dims:]
-        shape = compute_local_shape_and_global_offset(shape, inner, placements)[0]
     if original is not None:
         shape = tuple(_local(original).shape)
+    elif place is not None:
+        shape = compute_local_shape_and_global_offset(shape, *place)[0]
     nothing = torch.empty((), dtype=sharded.dtype, device=device).expand(shape)
     if original is None:
         made = nothing
-        if is_parallel:
-            made = dtensor_over(nothing, inner, placements, sharded.shape, sharded.stride())
-        return nn.Parameter(made)
-    if is_parallel:
+        if place is not None:
+            made = dtensor_over(nothing, *place, sharded.shape, sharded.stride())
+        return _noting_own_dims(nn.Parameter(made), domain)
+    if isinstance(original, DTensor):
+        _noting_own_dims(original, domain)
         original._local_tensor = nothing
         original.__class__ = DTensor
     elif original.is_meta:

@@ -4,7 +4,6 @@ checkpoints are the same, bit for bit."""
 from __future__ import annotations
 
 import copy
-import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -212,8 +211,7 @@ def _held(made: Any) -> float:
 
 MESHES: tuple[tuple[tuple[int, ...], str, dict[str, Any], tuple[str, ...]], ...] = (
     ((2, 2), "r s", {}, ("r", "s")),
-    ((4, 1), "dp tp", {}, ("dp",)),
-    ((4, 1, 1), "dp pp tp", {}, ("dp",)),
+    ((2, 2), "dp tp", {}, ("dp", "tp")),  # names say nothing
     ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims(("r", "s"))}, ("r_s",)),
     ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims("s", "r")}, ("r", "s")),
 )
@@ -233,34 +231,44 @@ def test_meshes_of_fsdp2(rank: int) -> None:
         assert len(dims) == 1 or shown == mesh[dims], names
         near(train(other, adam(other), rank), expected, names)
         assert _held(other) < 0.7, names
-    for wrapped, (names, message) in itertools.product(
-        (ours, fully_shard_model),
+    for wrapped, sizes, names, message in (
+        (fully_shard_model, (2, 2), "dp tp", "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
         (
-            ("dp tp", "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
-            ("", "its dims have no names.*Give init_device_mesh mesh_dim_names"),
+            fully_shard_model,
+            (2, 2),
+            "",
+            "its dims have no names.*Give init_device_mesh mesh_dim_na",
         ),
+        (ours, (2, 2), "", "its dims have no names.*Give init_device_mesh mesh_dim_names"),
+        (ours, (4, 1, 1), "dp pp tp", "3 dims for data parallelism.*Pass one dim"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrapped(model(), mesh=_mesh((2, 2), *names.split()))
-    shards = DataParallelMeshDims(shard="r")
-    with pytest.raises(ValueError, match=r"\['s'\] of the mesh have several ranks"):
-        ours(model(), mesh=_mesh((2, 2), "r", "s"), dp_mesh_dims=shards)
-    over = _mesh((2, 2), "r", "s")
-    info = types.SimpleNamespace(spmd_mesh=over, dp_mesh_dims=shards)
-    placed = types.SimpleNamespace(placement=None, mesh_info=info)
-    with pytest.raises(ValueError, match=r"\['s'\] of the mesh have several ranks"):
-        ours(model(), shard_placement_fn=lambda param: placed)
+            wrapped(model(), mesh=_mesh(sizes, *names.split()))
+    mesh = _mesh((4, 1), "dp", "tp")
+    fully_shard_model(made := model(), mesh=mesh)
+    assert _held(made) < 0.7
 
 
-@pytest.mark.parametrize(("first", "warns"), [("dp_shard", True), ("dp_replicate", False)])
+AS_REPLICAS = (
+    (("dp_shard", "cp"), "'dp_shard' is one of replicas"),
+    (("dp_replicate", "cp"), ""),
+    (("dp", "tp"), "'dp' as replicas and 'tp' as shards, but 'tp' is a name of model"),
+)
+
+
+@pytest.mark.parametrize(("names", "said_of_it"), AS_REPLICAS)
 @on_ranks(2)
-def test_replicas_that_are_named_like_shards(rank: int, first: str, warns: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(first, "cp"))
+def test_names_of_dims_that_are_read_by_position(
+    rank: int, names: tuple[str, str], said_of_it: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ours(nn.Linear(2, 2), mesh=mesh)
     texts = [str(one.message) for one in said]
-    assert any("'dp_shard' is one of replicas" in text for text in texts) == (warns and rank == 0)
+    found = [text for text in texts if "of replicas" in text or "as replicas" in text]
+    assert len(found) == (1 if said_of_it and rank == 0 else 0)
+    assert all(said_of_it in text for text in found)
 
 
 @on_ranks(4)

@@ -143,6 +143,7 @@ class FsdpEngine(Microbatches):
         if not self.step.is_between_passes:
             self.recover()
         self.order.begin(FORWARD)
+        self.gather.drop_parts()
         self.gather.forward_follows = False
         self.gather.microbatch_follows = True
         # Evaluations between a forward and its backward do not count; recomputed units do.
@@ -197,7 +198,7 @@ class FsdpEngine(Microbatches):
             if in_backward or self.order.is_last(unit.ordinal):
                 return
         if ends and (with_gradients or not in_backward):
-            self.gather.reshard(unit)
+            self.gather.reshard(unit, keeps=with_gradients)
 
     def root_post_forward(self, name: RootName, output: Any) -> None:
         """A module that holds all parameters returns."""

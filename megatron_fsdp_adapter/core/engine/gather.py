@@ -19,14 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_fsdp_adapter.core.comm.communicator import Communicator, LaunchLog, Pair
+from megatron_fsdp_adapter.core.comm.communicator import Communicator, LaunchLog
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
-from .group import ParamGroup, by_domain
-from .launches import GATHERED, GATHERED_OUTER
+from .domain_gathers import DomainGather, PairsOf, domain_gathers
+from .group import ParamGroup
+from .kept_parts import KeptParts
+from .launches import FEWER, GATHERED, GATHERED_OUTER
 from .params import refuse_writes
 from .unit import DeferredUpdates, Phase, Unit
 
@@ -106,41 +108,6 @@ class PrefetchOrder:
         return self._known[FORWARD][-1:] == [ordinal]
 
 
-class DomainGather(NamedTuple):
-    """The gathers of one domain over one axis, in one launch."""
-
-    # What the launch is called (`launches.py`).
-    kind: str
-    # Of the domain's ranks on that axis.
-    communicator: Communicator
-    # Whose weights are gathered.
-    groups: Sequence[ParamGroup]
-    # Output and input of each gather.
-    pairs: Sequence[Pair]
-    # Weights of groups that say at each gather what else is gathered (`extensions.py`).
-    asked: Sequence[Any]
-
-
-PairsOf = Callable[[ParamGroup], Sequence[Pair]]
-
-
-def _domain_gathers(
-    kind: str,
-    communicators: Mapping[str, Communicator],
-    groups: Sequence[ParamGroup],
-    pairs_of: PairsOf,
-) -> list[DomainGather]:
-    """The gathers of `groups` over one axis: one for each domain with anything to gather."""
-    found = []
-    for domain, members in by_domain(groups).items():
-        pairs = [pair for group in members for pair in pairs_of(group)]
-        asked = [group.weights for group in members if group.key.extended]
-        asked = asked if kind == GATHERED else []
-        if pairs or asked:
-            found.append(DomainGather(kind, communicators[domain], members, pairs, asked))
-    return found
-
-
 class GatherPipeline:
     """Gathers weights of units ahead of their use, and reshards units.
 
@@ -188,6 +155,8 @@ class GatherPipeline:
         inner_pairs = attrgetter("weights.gather_pairs")
         # By ordinal, the gathers of a unit over the outer axis, and those that follow.
         self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
+        # By ordinal, the gathers of a unit that is kept in parts (`keep_over`).
+        self._from_parts: dict[int, list[DomainGather]] = {}
 
     def unshard(self, unit: Unit, prefetches: bool = True) -> None:
         """Gathers `unit`, orders the compute stream behind that, and launches the next gathers.
@@ -296,19 +265,25 @@ class GatherPipeline:
             self._holders[unit.weight_slot] = unit
         stale = unit.stale
         outer, inner = self._planned[unit.ordinal]
-        tasks: list[Callable[[], Any]] = [partial(self._fill_own, unit, stale)]
+        parts = unit.parts if unit.parts is not None and unit.parts.is_kept else None
+        if parts is not None:
+            inner = self._gathers_of(unit, parts)
+        in_parts = () if parts is None else parts.groups
+        tasks: list[Callable[[], Any]] = [partial(self._fill_own, unit, stale, in_parts)]
         if stale:
             tasks += self.tasks(outer)
         tasks += self.tasks(inner)
         self.runtime.submit(GATHER, *tasks)
+        if parts is not None:
+            self._drop_parts(parts)
         unit.stale = False
         unit.gathered = self.runtime.record(GATHER)
         self._unordered = True
 
-    def _fill_own(self, unit: Unit, stale: bool) -> None:
+    def _fill_own(self, unit: Unit, stale: bool, in_parts: Collection[ParamGroup]) -> None:
         for group in unit.groups:
             group.weights.allocate()
-            if stale or not group.weights.keeps_own:
+            if group not in in_parts and (stale or not group.weights.keeps_own):
                 group.main.write_weights()
 
     def plan(
@@ -316,8 +291,8 @@ class GatherPipeline:
     ) -> tuple[list[DomainGather], list[DomainGather]]:
         """The gathers of `groups` over the outer axis, and those over the shard axis that
         follow."""
-        of_outer = _domain_gathers(GATHERED_OUTER, self.outer, groups, outer)
-        of_inner = _domain_gathers(GATHERED, self.communicators, groups, inner)
+        of_outer = domain_gathers(GATHERED_OUTER, self.outer, groups, outer)
+        of_inner = domain_gathers(GATHERED, self.communicators, groups, inner)
         return of_outer, of_inner
 
     def tasks(self, planned: Sequence[DomainGather]) -> list[Callable[[], list[Any]]]:
@@ -344,9 +319,43 @@ class GatherPipeline:
             if unit.extended:
                 unit.make_extended()
 
-    def reshard(self, unit: Unit) -> None:
+    def keep_over(self, unit: Unit, groups: Mapping[str, Any]) -> None:
+        """Has the weights of `unit` kept between a forward and its backward, sharded over the ranks
+        of `groups`, process groups by domain. They are not kept if there are none."""
+        if unit.parts is not None:
+            self._drop_parts(unit.parts)
+        self._from_parts.pop(unit.ordinal, None)
+        unit.parts = None
+        if groups:
+            fewer = {name: Communicator(one, self.runtime.device) for name, one in groups.items()}
+            unit.parts = KeptParts(unit.groups, fewer, self.runtime)
+
+    def _gathers_of(self, unit: Unit, parts: KeptParts) -> list[DomainGather]:
+        """The gathers of a unit of which there are parts."""
+        if unit.ordinal not in self._from_parts:
+            others = [group for group in unit.groups if group not in parts.groups]
+            of_others = attrgetter("weights.gather_pairs")
+            self._from_parts[unit.ordinal] = [
+                *domain_gathers(FEWER, parts.communicators, parts.groups, parts.pairs_of),
+                *domain_gathers(GATHERED, self.communicators, others, of_others),
+            ]
+        return self._from_parts[unit.ordinal]
+
+    def _drop_parts(self, parts: KeptParts) -> None:
+        if parts.is_kept:
+            parts.is_kept = False
+            self.runtime.free(GATHER, parts.release)
+
+    def drop_parts(self) -> None:
+        """Drops the parts that forwards have left: no backward of these comes."""
+        for unit in self.units:
+            if unit.parts is not None:
+                self._drop_parts(unit.parts)
+
+    def reshard(self, unit: Unit, keeps: bool = False) -> None:
         """Reshards `unit` once the compute stream has passed this point, unless it is held. Weights
         that are kept stay there; of those, what was derived goes, unless `keep_derived` is set.
+        keeps: they are kept over fewer ranks (`keep_over`), if that was asked for.
 
         Raises:
             RuntimeError: its gathered weights were written (`check_writes`).
@@ -356,7 +365,7 @@ class GatherPipeline:
         found = unit.take_written()
         stays = unit.keeps_weights or (unit.stays and self.microbatch_follows)
         if not stays:
-            self._drop(unit)
+            self._drop(unit, keeps)
         elif unit.quantized and not self.config.keep_derived:
             unit.drop_derived()
         if found:
@@ -371,13 +380,20 @@ class GatherPipeline:
 
     def _mark_unit_stale(self, unit: Unit) -> None:
         unit.stale = True
+        if unit.parts is not None:
+            self._drop_parts(unit.parts)
         if unit.phase is not Phase.SHARDED:
             self._drop(unit)
 
-    def _drop(self, unit: Unit) -> None:
+    def _drop(self, unit: Unit, keeps: bool = False) -> None:
+        parts = unit.parts if keeps and unit.phase is Phase.READY else None
         unit.gathered = None
         unit.advance(Phase.SHARDED)
         self.runtime.follow(GATHER, COMPUTE)
+        if parts is not None:
+            parts.make()
+            parts.is_kept = True
+            self.runtime.submit(GATHER, parts.keep)
         if not unit.keeps_weights:
             self.runtime.free(GATHER, unit.release_weights)
 

@@ -29,6 +29,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 GATHERED = "weights of {} gathered"
 REDUCED = "gradients of {} reduced"
 GATHERED_OUTER = "weights of {} gathered (outer axis)"
+FEWER = "weights of {} gathered (fewer ranks)"
 REDUCED_OUTER = "gradients of {} reduced (outer axis)"
 AGREED = "scales of weights from {} on agreed"
 

@@ -35,7 +35,6 @@ from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
 from .group import ParamGroup
 from .partition import ManagedParam
-from .tensor_parallel import sharded_place
 
 
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
@@ -52,9 +51,6 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     if group.domain.outer is not None:
         placements.append(Shard(0) if group.shards.splits_outer else Replicate())
     placements.append(Shard(0) if group.shards.splits_axis else Replicate())
-    shown = group.managed[index].dtensor
-    if shown is not None:
-        return dtensor_over(local, *sharded_place(shown, group.domain.mesh, placements))
     if group.domain.mesh.ndim > len(placements):
         split = group.managed[index].split
         placements.append(Replicate() if split is None else Shard(split))

@@ -7,11 +7,14 @@ The sharded parameter is a DTensor over both meshes, as of torch's FSDP2.
     module's parameter      DTensor over (tp,)       local tensor: view of the gathered weights
     managed parameter       a plain one, of no module
     sharded parameter       DTensor over (dp, tp)    local tensor: rows of the main weights
+
+A module's parameter may be a DTensor over (dp, tp) itself, replicated over dp. So is its gradient,
+or partial over dp, which the reduction sums up: then only the other dims are redistributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +24,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_fsdp_adapter.core.dtensor.uneven import dtensor_over
+from megatron_fsdp_adapter.core.topology import ShardDomain, WholeMesh
 
 from .partition import ManagedParam, UnitPlan, add_grad
 
 KEEPS_PARTIAL = "_fsdp_keeps_partial"
 """Attribute of a module's DTensor: True while its partial gradients add up over backwards, before
 they are summed over the ranks of tensor parallelism. Torch's FSDP2 adds up in this order."""
+OWN_DIMS = "_fsdp_own_dims"
+"""Attribute of a module's DTensor: the dims of its mesh that are for data parallelism."""
 
 
 def keep_partial(entries: Sequence[ManagedParam], kept: bool) -> None:
@@ -77,45 +83,105 @@ def _handing_over(local: nn.Parameter) -> Callable[[Any], None]:
 
     def hand_over(shown: Any) -> None:
         grad = shown.grad
-        is_partial = grad.placements != shown.placements  # of a replicated parameter
+        wanted = list(shown.placements)
+        for dim in getattr(shown, OWN_DIMS, ()):
+            wanted[dim] = grad.placements[dim]
+        is_partial = list(grad.placements) != wanted  # of a replicated parameter
         if is_partial and getattr(shown, KEEPS_PARTIAL, False):
             return
         shown.grad = None
         if is_partial:
-            grad = grad.redistribute(placements=shown.placements)
+            grad = grad.redistribute(placements=wanted)
         add_grad(local, grad.to_local().detach())
 
     return hand_over
 
 
-def sharded_place(
-    shown: Any, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[DeviceMesh, list[Placement], Sequence[int], Sequence[int]]:
-    """Mesh, placements, shape and stride of the sharded parameter of `shown`, whose local tensor
-    is split over `mesh` by `placements`.
+def whole_mesh_of(param: Any, domain: ShardDomain) -> WholeMesh | None:
+    """The mesh of `param` if that has the dims for data parallelism, too; else None."""
+    whole = domain.whole
+    if whole is None or not isinstance(param, DTensor) or param.device_mesh != whole.mesh:
+        return None
+    return whole
+
+
+GivenPlace = tuple[DeviceMesh, list[Placement], Sequence[int], Sequence[int]]
+"""Mesh, placements, shape and stride of a DTensor."""
+
+
+def sharded_place(shown: Any, domain: ShardDomain, placements: Sequence[Placement]) -> GivenPlace:
+    """The place of the sharded parameter of `shown`, whose local tensor is split over the mesh of
+    `domain` by `placements`.
 
     Torch takes an outer mesh dim for the first split of rows. If `shown` is split along rows too,
     that was the first one, which `_StridedShard` says.
     """
     spec = shown._spec
-    splits = 1
-    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-        if isinstance(placement, Shard) and placement.dim == 0:
-            splits *= size
+    whole = whole_mesh_of(shown, domain)
+    if whole is not None:
+        return _place_in_whole(whole, spec, domain.mesh)
     outer: list[Placement] = []
     for placement in placements:
-        is_strided = isinstance(placement, Shard) and splits > 1
-        outer.append(_StridedShard(0, split_factor=splits) if is_strided else placement)
-    both = DeviceMesh._concatenate([mesh, spec.mesh])
+        is_split = isinstance(placement, Shard)
+        outer.append(_rows_split_after(spec, range(spec.mesh.ndim)) if is_split else placement)
+    both = DeviceMesh._concatenate([domain.mesh, spec.mesh])
     return both, [*outer, *spec.placements], spec.shape, spec.stride
 
 
-def problem_of(param: DTensor, mesh: DeviceMesh | None) -> str:
-    """The reason why a DTensor cannot be sharded over `mesh`, and what to do; empty if it can."""
+def _rows_split_after(spec: Any, dims: Iterable[int]) -> Placement:
+    """The placement of rows that are split after `dims` of the mesh of `spec` have split them."""
+    splits = 1
+    for dim in dims:
+        placement = spec.placements[dim]
+        if isinstance(placement, Shard) and placement.dim == 0:
+            splits *= spec.mesh.size(dim)
+    return _StridedShard(0, split_factor=splits) if splits > 1 else Shard(0)
+
+
+def _place_in_whole(whole: WholeMesh, spec: Any, over: DeviceMesh) -> GivenPlace:
+    """The place of the sharded parameter of one with `spec`, over the whole mesh. Several dims of
+    shards are one in it, as they are in `over`, the data-parallel mesh. So torch has it."""
+    dims = whole.mesh.ndim
+    split: dict[str, Placement] = {}
+    for dim, name in enumerate(whole.mesh.mesh_dim_names or ()):
+        split[name] = spec.placements[dim]
+        if name in whole.shards:
+            split[name] = _rows_split_after(spec, range(dim + 1, dims))
+    if len(whole.shards) == 1:
+        return whole.mesh, [*split.values()], spec.shape, spec.stride
+    meshes = []
+    placements: list[Placement] = []
+    for name, placement in split.items():
+        if name in whole.replicas or (name in whole.shards and over in meshes):
+            continue
+        if name in whole.shards:
+            meshes.append(over)
+            placements += [Replicate()] * (over.ndim - 1)
+        else:
+            meshes.append(whole.mesh[name])
+        placements.append(placement)
+    joined = DeviceMesh._concatenate(meshes) if len(meshes) > 1 else over
+    return joined, placements, spec.shape, spec.stride
+
+
+def problem_of(param: DTensor, mesh: DeviceMesh | None, whole: WholeMesh | None) -> str:
+    """The reason why a DTensor cannot be sharded over `mesh`, and what to do; empty if it can.
+
+    whole: a mesh that has the dims of `mesh` and others, of parameters over all of them.
+    """
     over = param.device_mesh
     for placement in param._spec.placements:
         if type(placement) not in (Shard, Replicate):
             return f"its placement {placement} is not supported. Use Shard or Replicate"
+    if whole is not None and over == whole.mesh:
+        for dim in whole.own_dims:
+            if not param._spec.placements[dim].is_replicate():
+                name = over.mesh_dim_names[dim]  # type: ignore[index]
+                return (
+                    f"it is {param._spec.placements[dim]} over {name!r}, a dim for data "
+                    "parallelism. Make it Replicate() there: fully_shard splits it"
+                )
+        return ""
     if mesh is None or not mesh.mesh_dim_names or not over.mesh_dim_names:
         return "it is a DTensor. Pass the data-parallel mesh, mesh['dp'] of the mesh that has both"
     if not hasattr(DeviceMesh, "_concatenate"):

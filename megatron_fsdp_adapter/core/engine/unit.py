@@ -28,6 +28,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 from .extensions import inner_names
 from .grad_buffers import GradState
 from .group import ParamGroup
+from .kept_parts import KeptParts
 from .params import (
     GatheredParameter,
     PresentParameter,
@@ -95,6 +96,8 @@ class Unit:
         self.strategy = strategy  # what is sharded between its passes
         # Whether gathered weights, which do not stay, are kept from one microbatch to the next.
         self.stays = False
+        # Parts of them that are kept between a forward and its backward; None if they are not.
+        self.parts: KeptParts | None = None
         # Whether the user keeps its gradients on each rank, to be reduced in a later backward; None
         # if the user has not set it.
         self.defers: bool | None = None
