@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lib.hunt import cycle_hunting, verdict
-from tests.lib.hunt.cycle_grammar import LAYOUTS, MODELS, RUNS, STOCK, Flags
+from tests.lib.hunt.cycle_grammar import LAYOUTS, MODELS, RUNS, SCHEDULES, STOCK, Flags
 from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
 from tests.lib.hunt.cycle_verdict import BOTH_STOP, STOCK_STOPS, verdict_of_cycle
 from tests.lib.hunt.cycles import (
@@ -30,7 +30,7 @@ CHECKS = ("checkpoint/convert/conversion.py", "megatron/checkpoint/megatron_save
 
 EVERY_OPTION: dict[str, list[str] | None] = {
     word: ["one", "two"] if row.values is None else None
-    for row in (*MODELS, *RUNS, *LAYOUTS)
+    for row in (*MODELS, *RUNS, *SCHEDULES, *LAYOUTS)
     for word in row.text.split()
     if word.startswith("--")
 }
@@ -62,11 +62,27 @@ def test_a_cycle_is_drawn_from_flags_that_the_parser_knows() -> None:
         assert 2 <= len(stages) <= 3
         assert {stage.world for stage in stages} <= {1, 2, 4}
     without = {name: known for name, known in EVERY_OPTION.items() if name != "--lr"}
-    rows = known_rows(RUNS, without)
-    assert len(RUNS) - len(rows) == sum("--lr " in row.text for row in RUNS)
+    rows = known_rows(SCHEDULES, without)
+    assert len(SCHEDULES) - len(rows) == sum("--lr " in row.text for row in SCHEDULES)
     choices: dict[str, list[str] | None] = {"--style": ["a", "b"]}
     texts = {drawn(Flags("--style {}", 1, ("b", "c")), choices, random.Random(n)) for n in range(9)}
     assert texts == {"--style b"}
+
+
+def test_flags_are_drawn_with_those_that_they_need_and_without_those_that_they_exclude() -> None:
+    seen = set()
+    for seed in range(400):
+        cycle = generated_cycle(seed, EVERY_OPTION)
+        for stage in stages_of(cycle):
+            words = " ".join(stage.flags).split()
+            seen.update(words)
+            has_experts = "--num-experts" in words
+            assert has_experts or "--expert-model-parallel-size" not in words
+            if has_experts and "--tensor-model-parallel-size" in words:
+                assert "--sequence-parallel" in words
+            assert stage.world > 1 or not any("parallel-size" in word for word in words)
+        assert "--use-checkpoint-args" not in stages_of(cycle)[0].flags
+    assert {"--expert-model-parallel-size", "--use-checkpoint-args", "--num-experts"} <= seen
 
 
 def test_a_printed_cycle_is_read_again() -> None:
@@ -84,6 +100,10 @@ def test_the_log_says_what_was_saved() -> None:
     assert not has_saved(text, 4)
 
 
+PRINTED = Run(
+    1,
+    "--use-megatron-fsdp cannot be used with this configuration:\n  - lr=1: it differs. Use 2\n",
+)
 REFUSAL = "ValueError: lr=1: differs from 2. Use 2"
 OWN = "/site/megatron_fsdp_adapter/checkpoint/a.py"
 OTHER = "RuntimeError: shapes differ"
@@ -97,6 +117,8 @@ OTHER = "RuntimeError: shapes differ"
         ([Run(0, log(5.0))], [Run(0, log(5.0, iteration=3))], verdict.WRONG),
         ([failed(OTHER)], [], verdict.INVALID),
         ([Run(0, log(5.0))], [failed(REFUSAL, OWN)], verdict.REFUSED),
+        ([Run(0, log(5.0))], [PRINTED], verdict.REFUSED),
+        ([Run(0, log(5.0))], [Run(1, "killed")], verdict.ERROR),
         ([Run(0, log(5.0))], [failed(REFUSAL)], verdict.ERROR),
         ([Run(0, log(5.0))], [failed(OTHER, OWN)], verdict.ERROR),
         ([Run(0, log(5.0))], [Run(-1, "")], verdict.HANG),

@@ -1,8 +1,8 @@
 """Flags of life cycles, as data: what a run, and the run that resumes it, may be started with.
 
 A row is left out if Megatron's own parser (of the checkout) does not know a flag of it, and a value
-if it is none of the parser's choices. Rows are drawn without regard to each other: a cycle that
-stock Megatron does not run is invalid.
+if it is none of the parser's choices. `Flags.needs` and `Flags.excludes` leave out most of what
+stock Megatron does not run; a cycle that it does not run is invalid.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ LAYOUT = "layout"
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags that are drawn together. values: of the braces in `text`; () if it has none, and None
-    for the choices of the parser."""
+    """Flags that are drawn together.
+
+    values: of the braces in `text`; () if it has none, and None for the choices of the parser.
+    needs: a flag without which the row is not drawn; excludes: one with which it is not."""
 
     text: str
     weight: float = 1.0
     values: tuple[str, ...] | None = ()
+    needs: str = ""
+    excludes: str = ""
 
 
 MOE = (
@@ -38,7 +42,7 @@ MODELS = (
     Flags("--position-embedding-type {}", 2, ("rope", "none")),
     Flags("--group-query-attention --num-query-groups 2"),
     Flags("--qk-layernorm"),
-    Flags("--apply-layernorm-1p", 0.5),
+    Flags("--apply-layernorm-1p", 0.2),
     Flags("--attention-output-gate", 0.5),
     Flags("--apply-wd-to-qk-layernorm --qk-layernorm", 0.5),
     Flags("--softmax-type {}", 0.5, None),
@@ -49,7 +53,7 @@ MODELS = (
     Flags(f"{MOE} --moe-shared-expert-intermediate-size 32"),
     Flags(f"{MOE} --moe-layer-freq 2", 0.7),
     Flags(f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 0.7),
-    Flags("--mtp-num-layers 1"),
+    Flags("--mtp-num-layers 1 --position-embedding-type rope"),
     Flags("--vocab-size 255"),
     Flags("--bf16", 0.7),
     Flags("--init-method-std {}", 0.3, ("0.05",)),
@@ -57,18 +61,29 @@ MODELS = (
 )
 """Of all runs of a cycle."""
 
-RUNS = (
+SCHEDULES = (
     Flags("--lr {}", 1, ("1e-3", "2e-3")),
     Flags("--min-lr {}", 1, ("1e-5", "5e-4")),
     Flags("--weight-decay {}", 1, ("0.0", "0.1")),
-    Flags("--start-weight-decay 0.0 --end-weight-decay 0.2 --weight-decay-incr-style {}", 1, None),
+    Flags(
+        "--start-weight-decay 0.0 --end-weight-decay 0.2 --weight-decay-incr-style {}",
+        1, ("linear", "cosine"),
+    ),
     Flags("--lr-decay-style {}", 1, ("constant", "linear", "cosine", "inverse-square-root")),
     Flags("--lr-warmup-iters {}", 1, ("1", "3")),
     Flags("--lr-decay-iters {}", 0.7, ("8", "20")),
     Flags("--decoupled-lr {}", 1, ("3e-3",)),
     Flags("--decoupled-lr 3e-3 --decoupled-min-lr 1e-4", 0.5),
-    Flags("--override-opt_param-scheduler", 1.5),
-    Flags("--use-checkpoint-opt_param-scheduler", 1.5),
+)
+"""Of the learning rate and the weight decay. Stock Megatron refuses most changes of these in a
+resume."""
+
+KEEPS_SCHEDULE = 0.7
+"""The share of cycles whose runs have one schedule."""
+
+RUNS = (
+    Flags("--override-opt_param-scheduler", 1.5, excludes="--use-checkpoint-opt_param-scheduler"),
+    Flags("--use-checkpoint-opt_param-scheduler", 1.5, excludes="--override-opt_param-scheduler"),
     Flags("--clip-grad {}", 1, ("0.1", "1.0")),
     Flags("--adam-beta1 {}", 0.5, ("0.8",)),
     Flags("--adam-eps {}", 0.5, ("1e-6",)),
@@ -99,9 +114,13 @@ RUNS = (
 """Of one run."""
 
 LAYOUTS = (
-    Flags("--tensor-model-parallel-size 2", 1),
+    Flags("--tensor-model-parallel-size 2", 1, excludes="--num-experts"),
+    Flags("--tensor-model-parallel-size 2 --sequence-parallel", 1),
     Flags("--pipeline-model-parallel-size 2", 1),
-    Flags("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 1.5),
+    Flags(
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 1.5,
+        needs="--num-experts",
+    ),
     Flags("--num-distributed-optimizer-instances 2", 0.3),
 )
 """How one run is spread over its ranks."""

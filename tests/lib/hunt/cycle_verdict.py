@@ -22,6 +22,8 @@ LOOSE_TOLERANCE = 3e-2
 _RAISED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Exit)): ?(.*)$", re.M
 )
+_REFUSED = re.compile(r"cannot be used with this configuration:\n  - (.*)")
+"""What the package prints before it ends a run, without an exception."""
 _PLACE = re.compile(r'File "(\S+)", line \d+, in (\w+)')
 
 
@@ -82,15 +84,19 @@ def signature_of_text(text: str) -> str:
 def error_of(log: str) -> str:
     """Type and text of the error that ended a run, without what differs from run to run."""
     raised = _RAISED.findall(log)
-    kind, text = raised[-1] if raised else ("no exception", "")
+    refused = _REFUSED.findall(log)
+    if raised:
+        kind, text = raised[-1]
+    else:
+        kind, text = "no exception", refused[-1] if refused else ""
     return signature_of_text(f"{kind}: {text}")
 
 
 def is_own_error(log: str) -> bool:
-    """True if the package raised it, with a text that names a remedy."""
+    """True if the package raised it, or ended the run, with a text that names a remedy."""
     raised = list(_RAISED.finditer(log))
     if not raised:
-        return False
+        return any(re.search(r"\. [A-Z`]", text) for text in _REFUSED.findall(log))
     places = _PLACE.findall(log[: raised[-1].start()])
     is_own = bool(places) and "/megatron_fsdp_adapter/" in places[-1][0]
     rest = log[raised[-1].start() :].split("\n[rank")[0]

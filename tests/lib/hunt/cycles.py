@@ -81,25 +81,43 @@ def drawn(row: Flags, options: Options, draw: random.Random) -> str:
     return row.text.format(draw.choice(values))
 
 
-def some(rows: Sequence[Flags], options: Options, draw: random.Random, most: int) -> list[str]:
-    """Up to `most` rows, with values."""
+def some(
+    rows: Sequence[Flags], options: Options, draw: random.Random, most: int, beside: Sequence[str]
+) -> list[str]:
+    """Up to `most` rows, with values, that go with each other and with the flags `beside`."""
     known = known_rows(rows, options)
     chosen = draw.choices(known, [row.weight for row in known], k=draw.randrange(most + 1))
-    return [drawn(row, options, draw) for row in dict.fromkeys(chosen)]
+    texts: list[str] = []
+    for row in dict.fromkeys(chosen):
+        words = " ".join([*beside, *texts]).split()
+        if row.needs and row.needs not in words:
+            continue
+        if not row.excludes or row.excludes not in words:
+            texts.append(drawn(row, options, draw))
+    return texts
 
 
 def generated_cycle(seed: int, options: Options) -> Program:
     """The life cycle of a seed: flags of the model, and stages with their own."""
     draw = random.Random(seed)
-    statements = [Statement("model", text) for text in some(cycle_grammar.MODELS, options, draw, 4)]
-    for _ in range(draw.choice((2, 2, 3))):
+    model = some(cycle_grammar.MODELS, options, draw, 4, ())
+    run_rows = cycle_grammar.RUNS
+    if draw.random() < cycle_grammar.KEEPS_SCHEDULE:
+        model += some(cycle_grammar.SCHEDULES, options, draw, 2, model)
+    else:
+        run_rows = (*run_rows, *cycle_grammar.SCHEDULES)
+    statements = [Statement("model", text) for text in model]
+    for number in range(draw.choice((2, 2, 3))):
         wrapper = draw.choice(cycle_grammar.WRAPPERS)
         end = draw.choice(cycle_grammar.ENDS)
+        flags = some(run_rows, options, draw, 3, model)
+        if number == 0 and "--use-checkpoint-args" in flags:
+            flags.remove("--use-checkpoint-args")  # it needs a checkpoint
+        layout = some(cycle_grammar.LAYOUTS, options, draw, 1, model)
+        worlds = [world for world in cycle_grammar.WORLDS if not layout or world != "1"]
         statements.append(Statement("stage", f"{wrapper} {end}"))
-        statements.append(Statement("world", draw.choice(cycle_grammar.WORLDS)))
-        flags = some(cycle_grammar.RUNS, options, draw, 3)
-        flags += some(cycle_grammar.LAYOUTS, options, draw, 1)
-        statements += [Statement("flag", text) for text in flags]
+        statements.append(Statement("world", draw.choice(worlds)))
+        statements += [Statement("flag", text) for text in (*flags, *layout)]
     return Program(tuple(statements))
 
 
