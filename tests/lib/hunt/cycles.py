@@ -101,7 +101,7 @@ def generated_cycle(seed: int, options: Options) -> Program:
     """The life cycle of a seed: flags of the model, and stages with their own."""
     draw = random.Random(seed)
     model = some(cycle_grammar.MODELS, options, draw, 4, ())
-    run_rows = cycle_grammar.RUNS
+    run_rows: tuple[Flags, ...] = cycle_grammar.RUNS
     if draw.random() < cycle_grammar.KEEPS_SCHEDULE:
         model += some(cycle_grammar.SCHEDULES, options, draw, 2, model)
     else:
