@@ -67,6 +67,8 @@ def strategy_named(name: str) -> Strategy:
 
 
 POLICY_DTYPES = (None, torch.float32, torch.bfloat16)
+FURTHER_DTYPES = (torch.float16, torch.float64)
+"""Dtypes of gradients under `as_fsdp2` alone."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,25 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: dtype on the wire; None means the main-gradient dtype.
         compute_dtype: dtype of the weights that floating-point modules compute with; None means
             that of each parameter. `fully_shard_model` alone has it, as FSDP2's `param_dtype`.
+        as_fsdp2: dtypes of gradients are those of torch's FSDP2. They accumulate in their
+            parameter's dtype. Without `grad_comm_dtype` they are sent in the dtype in which
+            backward computes them. Sums are scaled in the dtype that was sent, and cast after that.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
+    as_fsdp2: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
             allowed = list(POLICY_DTYPES)
-            if name == "compute_dtype":
+            if self.as_fsdp2:
+                allowed += FURTHER_DTYPES
+            elif name == "compute_dtype":
                 allowed.append(torch.float16)
-            if dtype not in allowed:
+            if name != "as_fsdp2" and dtype not in allowed:
                 raise ValueError(f"{name}={dtype}: unsupported. Use one of {allowed}")
 
     @property
@@ -102,6 +110,14 @@ class MixedPrecisionPolicy:
     @property
     def comm_dtype(self) -> torch.dtype:
         return self.grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
+
+    def of_params(self, own: torch.dtype, computed: torch.dtype) -> MixedPrecisionPolicy:
+        """The policy of trained parameters in the dtype `own`, with compute weights in the dtype
+        `computed`."""
+        if not self.as_fsdp2:
+            return self
+        comm = self.grad_comm_dtype or computed
+        return replace(self, main_grads_dtype=own, grad_comm_dtype=comm)
 
 
 POISON_VARIABLE = "MEGATRON_FSDP_ADAPTER_POISON"
@@ -213,14 +229,22 @@ class EngineConfig:
         reduce_scatter = self.reduce_scatter if strategy.shard_grads else REDUCE_SCATTER
         return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
 
-    def for_group(self, strategy: Strategy | None, domain: str) -> EngineConfig:
+    def for_group(
+        self, strategy: Strategy | None, domain: str, policy: MixedPrecisionPolicy | None = None
+    ) -> EngineConfig:
         """`for_unit`, for the unit's groups in the domain of this name. A domain of one rank
-        communicates nothing over its shard axis, so nothing is cast or made ready for that."""
+        communicates nothing over its shard axis, so nothing is cast or made ready for that, except
+        where torch's FSDP2 rounds gradients to another dtype.
+
+        policy: of these groups; None for the engine's."""
+        policy = policy or self.policy
         if domain not in self.whole:
-            return self.for_unit(strategy)
+            return replace(self.for_unit(strategy), policy=policy)
+        if policy.as_fsdp2 and policy.comm_dtype != policy.grads_dtype:
+            return replace(self.for_unit(STRATEGIES["optim_grads"]), policy=policy)
         return replace(
             self.for_unit(STRATEGIES["optim"]),
-            policy=replace(self.policy, grad_comm_dtype=None),
+            policy=replace(policy, grad_comm_dtype=None),
             reduce_scatter=REDUCE_SCATTER,
         )
 

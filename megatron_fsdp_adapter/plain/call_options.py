@@ -47,7 +47,7 @@ class FullyShardOptions:
     kept_over: int | None = None
 
     def __post_init__(self) -> None:
-        _check_compute_dtype(self.policy.param_dtype)
+        _ = self.grads_policy  # raises for dtypes that weights or gradients cannot have
         if self.kept_over is not None:
             fewer_ranks(self.groups[0], self.kept_over)
 
@@ -69,6 +69,18 @@ class FullyShardOptions:
         made = index.domain(DENSE)
         return replace(made, mesh=self.mesh or made.mesh, whole=self.whole)
 
+    @functools.cached_property
+    def grads_policy(self) -> Policy:
+        """The engine's policy for parameters of this call. ValueError for a dtype that weights or
+        gradients cannot have."""
+        given = self.policy
+        return Policy(
+            main_params_dtype=None,
+            grad_comm_dtype=given.reduce_dtype,
+            compute_dtype=given.param_dtype,
+            as_fsdp2=True,
+        )
+
     def over(self, info: Any) -> FullyShardOptions:
         """These options over the ranks of `info`, a `FSDPMeshInfo` of torch."""
         groups = (info.shard_process_group, getattr(info, "replicate_process_group", None))
@@ -84,7 +96,6 @@ class FullyShardOptions:
     def of_the_model(self) -> dict[str, Any]:
         """The options that are the same for all modules of a model."""
         return {
-            "mp_policy.reduce_dtype": self.policy.reduce_dtype,
             "offload_policy": self.offload,
         }
 
@@ -126,11 +137,6 @@ def fewer_ranks(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
         first = dist.get_rank(group) // count * count
         made[count] = duplicate_ranks(tuple(ranks[first : first + count]), "reshard_after_forward")
     return made[count]
-
-
-def _check_compute_dtype(dtype: torch.dtype | None) -> None:
-    """Raises ValueError for a dtype that weights cannot have in a forward."""
-    Policy(compute_dtype=dtype)  # the engine's policy, which raises when it is made
 
 
 class ModelDomains(dict[str, ShardDomain]):

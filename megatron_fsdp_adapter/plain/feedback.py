@@ -52,7 +52,8 @@ def described(root: nn.Module, engine: FsdpEngine) -> str:
         whole += pair.sharded.nbytes
     own = _listed(group.key.own_dtype for group in engine.groups)
     computed = _listed(group.key.dtype for group in engine.groups)
-    reduced = _listed([engine.config.policy.comm_dtype])
+    trained = [group for group in engine.groups if group.key.requires_grad]
+    reduced = _listed(group.config.policy.comm_dtype for group in trained)
     return (
         f"{type(root).__name__.removeprefix('FSDP')} has {units} over {ranks}, "
         f"{here / GIB:.3f} of {whole / GIB:.3f} GiB of parameters on each; parameters in {own}, "

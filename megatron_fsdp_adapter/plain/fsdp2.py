@@ -35,7 +35,7 @@ from ..core.engine.partition import managed_params
 from ..core.engine.step import RootCall
 from ..core.engine.tensor_parallel import problem_of
 from ..core.problems import raise_problems
-from ..plan.module_problems import module_problems
+from ..plan.module_problems import TRAINED_DTYPES, module_problems
 from ..state.not_copyable import NotCopyable
 from . import extended
 from .call_options import FullyShardOptions, resharding
@@ -150,9 +150,8 @@ class FSDP2Module(NotCopyable, FSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Sets whether the next backwards reduce gradients of the module. Otherwise each rank adds
-        them up unsharded, if they are accumulated in the dtype in which they are sent. Gradients in
-        another dtype are reduced in each backward. `.grad` has them after a backward that reduces.
-        """
+        them up unsharded, in the dtype in which they are sent. `.grad` has them after a backward
+        that reduces."""
         set_on(self, recurse, lambda engine, unit: unit.defer(not requires_gradient_sync))
         self._end_step_if_whole(requires_gradient_sync, recurse)
 
@@ -319,7 +318,7 @@ def fully_shard(
         shard_placement_fn: called with each parameter. The dim that it returns is a hint: rows are
             cut along dim 0 anyway. ValueError for a dim that the parameter has not, or another
             mesh.
-        mp_policy: `param_dtype` and `reduce_dtype` are those of the model, equal in all calls.
+        mp_policy: dtypes of the module.
         offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
             `fully_shard_optimizer` steps on the device, unit by unit.
         ignored_params: are left as they are.
@@ -391,7 +390,14 @@ def _check(
             plain.update(entry.fqns)
         if problem:
             found.append(f"parameter {entry.fqns[0]} ({tuple(param.shape)}): {problem}")
-    found += module_problems(module, None, None, plain.__contains__, may_be_frozen=True)
+    found += module_problems(
+        module,
+        None,
+        None,
+        plain.__contains__,
+        may_be_frozen=True,
+        trained_dtypes=(*TRAINED_DTYPES, torch.float64),
+    )
     raise_problems(SUBJECT, found)
     return elsewhere
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
-from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -29,7 +27,7 @@ from ..core.topology import DENSE
 from ..plan.unit_grouping import as_one_unit
 from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_address
-from .building import mark_shards, trained_dtype
+from .building import mark_shards
 from .call_options import FullyShardOptions, ModelDomains, fewer_ranks
 from .casts import cast_inputs_of, cast_outputs_of
 from .feedback import announce
@@ -363,7 +361,7 @@ def _plans(root: nn.Module, domains: ModelDomains) -> list[UnitPlan]:
         if entry.extension is not None:
             entry.extension.policy = policy
         entries.append(replace(entry, format=format_of(entry), compute_dtype=dtype))
-    return _joined_by_call(partition(units, entries, units_that_look_up(units, look_ups)))
+    return _joined_by_call(root, partition(units, entries, units_that_look_up(units, look_ups)))
 
 
 def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan]) -> None:
@@ -399,14 +397,15 @@ def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool
     return True
 
 
-def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+def _joined_by_call(root: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitPlan]:
     """`plans`, those of the modules of one call joined to one. Where the call says that weights
     stay after forward, the plan gets the strategy that does this."""
     found: dict[int, UnitPlan] = {}
     for plan in plans:
-        call = id(plan)  # the root's plan is no call's, and stays alone
+        options = mark_on(root if plan.module is None else plan.module).options
+        call = id(plan)  # the root's plan stays alone
+        plan = replace(plan, policy=options.grads_policy)
         if plan.module is not None:
-            options = mark_on(plan.module).options
             call = id(options)
             if not options.reshards:
                 plan = replace(plan, strategy=STRATEGIES["optim_grads"])
@@ -430,23 +429,10 @@ def _options_that_differ(options: Sequence[FullyShardOptions]) -> list[str]:
 
 
 def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConfig:
-    """The engine's configuration.
-
-    Gradients accumulate in bfloat16 if all parameters have it, as under FSDP2, else in float32.
-    They are sent in `reduce_dtype`. Without one they are sent in bfloat16 if all modules compute in
-    it, and otherwise as they accumulate; so too for float16, which the engine does not send.
-    """
-    own = trained_dtype(root)
-    first = options[0]
-    wire = first.policy.reduce_dtype
-    computes = {one.policy.param_dtype or own for one in options}
-    if wire is None and computes == {torch.bfloat16}:
-        wire = torch.bfloat16
-    elif wire == torch.float16:
-        wire = None
+    """The engine's configuration. Each unit has a policy of its own, too."""
     return EngineConfig(
         strategy=STRATEGIES["optim_grads_params"],
-        policy=Policy(main_params_dtype=None, main_grads_dtype=own, grad_comm_dtype=wire),
-        offload=first.offload,
+        policy=mark_on(root).options.grads_policy,
+        offload=options[0].offload,
         even_rows=True,
     )

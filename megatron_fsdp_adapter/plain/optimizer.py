@@ -119,7 +119,7 @@ def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
     shards; returns it. Its state has the shapes of shards and is shown as DTensors. Its `zero_grad`
-    frees the gradients of its parameters only.
+    frees the gradients of its parameters only, also those that are not reduced yet.
 
     `torch.optim.Muon` steps on whole matrices, each on one of the ranks that share it
     (docs/muon.md).

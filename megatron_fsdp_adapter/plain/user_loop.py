@@ -262,14 +262,14 @@ class UserLoopEngine(FsdpEngine):
         self._given_now = []
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
-            is_kept = pair.group.grads.state is GradState.ACCUMULATED  # on each rank
+            is_kept = pair.group.grads.is_summed  # on each rank
             is_due = given and self._takes_grad(pair)
             if is_due and not is_kept:
                 self._given_now.append(pair)
             elif not is_due and pair.sharded.grad is None:
                 absent.append(pair)
         for grads in self.grads:
-            if grads.state is not GradState.ACCUMULATED:
+            if not grads.is_summed:
                 grads.were_attached()
         if len(absent) == len(self.trained):
             self.zero_grads()
@@ -284,7 +284,7 @@ class UserLoopEngine(FsdpEngine):
             pair.drop_grad()
         # A group all of whose gradients are absent has none: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
-            if group.grads.state is not GradState.ACCUMULATED and all(
+            if not group.grads.is_summed and all(
                 pair.sharded.grad is None for pair in self.trained if pair.group is group
             ):
                 group.grads.drop(collected=False)

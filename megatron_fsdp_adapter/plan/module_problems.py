@@ -5,7 +5,7 @@ Each function returns one line for each problem, so that a caller can raise all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ def module_problems(
     main_params_dtype: torch.dtype | None,
     is_managed: Callable[[str], bool] = lambda fqn: True,
     may_be_frozen: bool = False,
+    trained_dtypes: Collection[torch.dtype] = TRAINED_DTYPES,
 ) -> list[str]:
     """Problems of the model, and of what is asked for it.
 
@@ -34,11 +35,12 @@ def module_problems(
         is_managed: False for the name of a parameter that is not to be sharded. Its type and
             format are not checked.
         may_be_frozen: a model without trainable parameters is no problem.
+        trained_dtypes: dtypes of parameters that can be trained.
     """
     found = _sharded_already(module)
     if not may_be_frozen:
         found += _frozen(module)
-    found += parameter_problems(module, is_managed)
+    found += parameter_problems(module, is_managed, trained_dtypes)
     found += _sparse_gradients(module)
     found += _tables_that_forwards_write(module, is_managed)
     if main_params_dtype is not None:
@@ -77,11 +79,15 @@ def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype) -> list[s
     return []
 
 
-def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+def parameter_problems(
+    module: nn.Module,
+    is_managed: Callable[[str], bool],
+    trained_dtypes: Collection[torch.dtype] = TRAINED_DTYPES,
+) -> list[str]:
     """Problems of the parameters for whose names `is_managed` is true: the first 8."""
     found = []
     for name, param in module.named_parameters():
-        problem = _parameter(param) if is_managed(name) else ""
+        problem = _parameter(param, trained_dtypes) if is_managed(name) else ""
         if problem:
             found.append(f"parameter {name} ({tuple(param.shape)}, {param.dtype}): {problem}")
     return found[:8]
@@ -95,7 +101,7 @@ def computes_itself(param: torch.Tensor) -> bool:
     return not is_plain and kind_of(type(param)) is None
 
 
-def _parameter(param: nn.Parameter) -> str:
+def _parameter(param: nn.Parameter, trained_dtypes: Collection[torch.dtype]) -> str:
     """The reason why a flat buffer cannot hold `param`, and what to do; empty if it can."""
     if any(hasattr(param, mark) for mark in SHARDED_ALREADY):
         return ""  # reported for the whole module
@@ -130,10 +136,10 @@ def _parameter(param: nn.Parameter) -> str:
             "not every process group carries 8-bit floats. Convert it to torch.bfloat16, or keep "
             "its .view(torch.uint8) as the parameter and view that as 8-bit floats in forward"
         )
-    if param.requires_grad and param.dtype not in TRAINED_DTYPES:
+    if param.requires_grad and param.dtype not in trained_dtypes:
         return (
             "its gradients would be summed in float32, which is less precise. Train it in one of "
-            f"{[str(dtype) for dtype in TRAINED_DTYPES]}, or freeze it"
+            f"{[str(dtype) for dtype in trained_dtypes]}, or freeze it"
         )
     return ""
 

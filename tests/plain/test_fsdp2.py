@@ -27,15 +27,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
-    MixedPrecisionPolicy,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
 from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from megatron_fsdp_adapter import MixedPrecisionPolicy as OurPolicy
 from megatron_fsdp_adapter import (
     export_weights,
     fully_shard_model,
@@ -636,9 +637,9 @@ def _from_outside_in(made: Any) -> None:
     ours(ours(made).blocks[0])
 
 
-@refused("policies", "mp_policy.reduce_dtype")
+@refused("policies", "offload_policy=True: another call")
 def _policies(made: Any) -> None:
-    ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    ours(made.blocks[0], offload_policy=CPUOffloadPolicy())
     ours(made)(tokens(0, 0, 0))
 
 
@@ -683,10 +684,8 @@ def _optimizer_that_reads_norms(made: Any) -> None:
     "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
 )
 def _gradients_of_another_dtype(made: Any) -> None:
-    made.blocks.to(BF16)
-    made.blocks.register_forward_pre_hook(lambda module, inputs: inputs[0].to(BF16))
-    made.blocks.register_forward_hook(lambda module, inputs, output: output.to(FP32))
-    _step(adam(ours(made)), made)
+    whole = fully_shard_model(made.to(BF16), mixed_precision_policy=OurPolicy(None))
+    _step(adam(whole), whole)
 
 
 @refused("data assigned", "data of parameter head.weight was assigned.*copy_")

@@ -63,7 +63,7 @@ MAX_FUNCTION = 60
 BUDGETS = {
     "build": 4_700,
     "checkpoint": 18_500,
-    "core": 42_500,
+    "core": 43_500,
     "graphs": 3_800,
     "launch": 2_600,
     "megatron": 38_800,

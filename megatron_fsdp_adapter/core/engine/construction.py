@@ -31,9 +31,9 @@ from .buffer import (
 from .extensions import take_compute_dtype
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
-from .partition import UnitPlan
+from .partition import GroupKey, UnitPlan
 from .quantized import QuantizedWeights
-from .reduction import DomainReduce, Scaled
+from .reduction import DomainReduce
 from .tensor_parallel import show_gathered
 from .unit import Phase, Unit
 
@@ -133,6 +133,14 @@ def unit_slots(
     return list(zip(of_weights, of_buckets, strict=True))
 
 
+def config_of(plan: UnitPlan, key: GroupKey, config: EngineConfig) -> EngineConfig:
+    """The configuration of one group of the unit of `plan`."""
+    policy = plan.policy or config.policy
+    if key.requires_grad:
+        policy = policy.of_params(key.own_dtype, key.dtype)
+    return config.for_group(plan.strategy, key.domain, policy)
+
+
 def build_units(
     plans: Sequence[UnitPlan],
     domains: Mapping[str, ShardDomain],
@@ -161,7 +169,7 @@ def build_units(
                 managed=managed,
                 layout=plan.layouts[key],
                 domain=domains[key.domain],
-                config=config.for_group(plan.strategy, key.domain),
+                config=config_of(plan, key, config),
                 runtime=runtime,
                 slots=(Slot(), Slot()) if alone else slots[ordinal],
                 quantized=quantized if key.quantized else None,
@@ -184,26 +192,16 @@ def domain_reduces(
     communicators: Mapping[str, Communicator],
     received: FlatBuffer | None,
 ) -> dict[str, DomainReduce]:
-    """The reductions over the shard axis of each domain."""
+    """The reductions over the shard axis of each domain. Groups have dtypes of their own
+    (`DomainReduce.of`)."""
     found = {}
     for name, domain in domains.items():
         own = config.for_group(None, name)
-        comm = own.policy.comm_dtype
-        main = own.policy.grads_dtype
         way = own.reduce_scatter if own.strategy.shard_main else ALL_REDUCE
         if name in config.whole:
             way = ALONE
-        scaled = Scaled.RESULT if comm.itemsize > main.itemsize else Scaled.MAIN
-        if own.scale_before_sum:
-            scaled = Scaled.SENT
         found[name] = DomainReduce(
-            REDUCED,
-            communicators[name],
-            way,
-            writes_main=comm == main,
-            scale=domain.grad_scale,
-            scaled=scaled,
-            received=received,
+            REDUCED, communicators[name], way, scale=domain.grad_scale, received=received
         )
     return found
 

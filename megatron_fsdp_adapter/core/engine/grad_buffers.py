@@ -36,6 +36,9 @@ class GradState(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is a function of Python's
 
 
+REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
+"""States in which the main gradients have values."""
+
 Transition = tuple[GradState, GradState]
 
 TRANSITIONS = {
@@ -65,13 +68,21 @@ REPLICAS = {(GradState.FINISHED, GradState.REDUCED)}
 keeps an equal part."""
 
 
-def legal_transitions(one_rank: bool, outer: bool, splits_outer: bool) -> set[Transition]:
+BESIDE = {(GradState.REDUCED, GradState.ACCUMULATED), (GradState.FINISHED, GradState.ACCUMULATED)}
+"""If sums may be kept beside reduced gradients: those are forgotten, and the sums stay."""
+
+
+def legal_transitions(
+    one_rank: bool, outer: bool, splits_outer: bool, beside: bool = False
+) -> set[Transition]:
     """The legal transitions of a group.
 
     one_rank: its shard axis has one rank. outer: it has an outer axis. splits_outer: gradients are
-    sharded over that one too.
+    sharded over that one too. beside: sums may be kept beside reduced gradients.
     """
     legal = set(TRANSITIONS)
+    if beside:
+        legal |= BESIDE
     if one_rank:
         legal |= ONE_RANK
     if outer:
@@ -108,10 +119,10 @@ class GradBuffers:
         self.slot = slot  # fixed memory of the bucket, or none
         self._managed = managed  # names and places of the parameters
         self._params = [entry.param for entry in managed]  # unsharded ones, in layout order
-        # The progress in this step.
+        # The progress in this step; that of the main gradients, if there are sums beside them.
         self.state = GradState.EMPTY
-        # Transitions that are legal (`advance`).
-        self._transitions = legal_transitions(one_rank, outer, shards.splits_outer)
+        # Whether the bucket has sums of this rank that come after gradients that were reduced.
+        self.has_more = False
         # Whether main gradients are released when they are forgotten.
         self._releases_main = one_rank or config.strategy.shard_grads
         # Whether backward adds up microbatches in `collected`, which is then reduced once a step.
@@ -132,6 +143,12 @@ class GradBuffers:
         # Changes in place what comes out of the reduction over the last axis, a mean over ranks.
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         self._build(managed, config)
+        # Whether the bucket can keep sums beside reduced gradients, as under torch's FSDP2.
+        self.keeps_beside = config.policy.as_fsdp2 and self._collects_in_bucket
+        # Transitions that are legal (`advance`).
+        self._transitions = legal_transitions(
+            one_rank, outer, shards.splits_outer, self.keeps_beside
+        )
 
     def _build(self, managed: Sequence[ManagedParam], config: EngineConfig) -> None:
         shards = self.shards
@@ -187,13 +204,35 @@ class GradBuffers:
         return self.bucket is not self.main
 
     @property
+    def _collects_in_bucket(self) -> bool:
+        """True if gradients are collected in a bucket whose memory no other unit uses."""
+        in_bucket = self.has_transient_bucket and self.collected is self.bucket
+        return in_bucket and self.slot.memory is None
+
+    @property
     def can_be_kept(self) -> bool:
-        """True if gradients of several microbatches may be summed in the bucket: gradients are
-        collected there, no other unit uses its memory, and it has the main gradients' dtype."""
-        collects_in_bucket = self.has_transient_bucket and self.collected is self.bucket
-        if not collects_in_bucket or self.slot.memory is not None:
-            return False
-        return self.bucket.tensor.dtype == self.main.tensor.dtype
+        """True if gradients of several microbatches may be summed in the bucket: no other unit uses
+        its memory, and it has the main gradients' dtype, or rounds as torch's FSDP2 does."""
+        if self.keeps_beside:
+            return True
+        return self._collects_in_bucket and self.bucket.tensor.dtype == self.main.tensor.dtype
+
+    @property
+    def keeps_sums(self) -> bool:
+        """True if sums are kept in the bucket, and not in the main gradients."""
+        return self.keeps_beside and self.is_kept
+
+    @property
+    def is_summed(self) -> bool:
+        """True if there are sums of this rank that are not reduced."""
+        return self.has_more or self.state is GradState.ACCUMULATED
+
+    def were_summed(self) -> None:
+        """Notes that a backward's gradients were added to what this rank keeps."""
+        if self.keeps_beside and self.state in REDUCED_STATES:
+            self.has_more = True
+        else:
+            self.advance(GradState.ACCUMULATED)
 
     @functools.cached_property
     def has_own_dtype(self) -> bool:
@@ -229,8 +268,11 @@ class GradBuffers:
             self.bucket.release()
 
     def _release(self) -> None:
-        # Gradients that an update may read wait for `were_read`.
         self.release_bucket()
+        self._release_main()
+
+    def _release_main(self) -> None:
+        # Gradients that an update may read wait for `were_read`.
         self._release_waits = self._is_read
         if self._is_read:
             return
@@ -247,7 +289,7 @@ class GradBuffers:
         """Ends the reading of gradients by an update, which the compute stream is behind now."""
         self._is_read = False
         if self._release_waits:
-            self._release()
+            self._release_main()
 
     # From `.grad` of the unsharded parameters.
 
@@ -335,12 +377,14 @@ class GradBuffers:
             if collected:
                 for index in indices:
                     self._params[index].grad = None
-        self.given -= {*indices}
-        if self.state is not GradState.EMPTY:
-            if self.state is GradState.ACCUMULATED:
-                items = self.collected.params
-            else:
-                items = self.main.items(self.shards.held)
+        if collected or not self.has_more:
+            self.given -= {*indices}
+        buffers = []
+        if (self.has_more and collected) or self.state is GradState.ACCUMULATED:
+            buffers.append(self.collected.params)
+        if self.state in REDUCED_STATES:
+            buffers.append(self.main.items(self.shards.held))
+        for items in buffers:
             torch._foreach_zero_([items[index] for index in indices])
 
     def were_attached(self) -> None:
@@ -349,7 +393,13 @@ class GradBuffers:
 
     def drop(self, collected: bool = True) -> None:
         """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the
-        unsharded parameters."""
+        unsharded parameters, and sums beside reduced gradients."""
+        if self.has_more and not collected:
+            self.has_more = False
+            self.advance(GradState.ACCUMULATED)
+            self._release_main()
+            return
+        self.has_more = False
         if collected:
             self._take_off()
             with unchecked():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .step import Last
+from .unit import Unit
 
 
 class Microbatches:
     """Base class of the engine."""
+
+    units: Sequence[Unit]
+    """In module order."""
 
     def __init__(self) -> None:
         self.is_last = Last.UNKNOWN  # whether the next backward is the last one of its step
@@ -36,5 +40,6 @@ class Microbatches:
 
     @property
     def ends_by_itself(self) -> bool:
-        """True if a backward that ends now finishes the step's gradients."""
-        return self.auto_sync and self.is_last is not Last.NO
+        """True if a backward that ends now finishes gradients of the step, or of some units."""
+        some_reduce = len({unit.defers for unit in self.units}) > 1
+        return self.auto_sync and (some_reduce or self.is_last is not Last.NO)

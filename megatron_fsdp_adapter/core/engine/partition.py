@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.config import Strategy
+from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy, Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ParamSpec
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
@@ -204,6 +204,7 @@ class UnitPlan:
         Those are not gathered in backward.
     inside: of how many other units, the root aside, its module is a part.
     strategy: the unit's own, if that keeps more than the engine's.
+    policy: the unit's own dtypes of gradients; None for the engine's.
     layouts: of its groups, once they are planned (`group.laid_out`).
     """
 
@@ -213,6 +214,7 @@ class UnitPlan:
     backward_reads_weights: bool = True
     inside: int = 0
     strategy: Strategy | None = None
+    policy: MixedPrecisionPolicy | None = None
     more: tuple[nn.Module, ...] = ()
     layouts: Mapping[GroupKey, GroupLayout] = field(default_factory=dict)
 

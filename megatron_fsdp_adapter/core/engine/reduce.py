@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer
-from .grad_buffers import GradState
+from .grad_buffers import REDUCED_STATES, GradState
 from .group import ParamGroup
 from .reduction import DomainReduce, Reduction, scale_each
 from .step import Last
@@ -39,7 +39,6 @@ MAX_BUCKETS = 2
 """Units whose buckets may exist at once: one that backward fills, one that is being reduced. The
 memory formula (`plan/memory.py`) reads it."""
 
-REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
 FINISHED_STATES = (GradState.FINISHED,)
 
 
@@ -89,7 +88,7 @@ def _is_unreduced(group: ParamGroup) -> bool:
     grads = group.grads
     if grads.state is GradState.EMPTY:
         return not grads.is_idle
-    return grads.state not in REDUCED_STATES
+    return grads.is_summed or grads.state not in REDUCED_STATES
 
 
 class ChecksGradients(Protocol):
@@ -159,8 +158,7 @@ class ReducePipeline:
     def _way(self, group: ParamGroup) -> DomainReduce:
         """The reduction of `group` over the shard axis."""
         way = self.domains[group.key.domain]
-        scale = self._scales.get(id(group), way.scale)
-        return way if scale == way.scale else replace(way, scale=scale)
+        return way.of(group.config, self._scales.get(id(group), way.scale))
 
     def repeat_outer(self) -> None:
         """Lets further backwards follow a reduction over an outer axis."""
@@ -238,9 +236,9 @@ class ReducePipeline:
         before."""
         grads = group.grads
         grads.collected.allocate()
-        grads.take(accumulate=grads.state is GradState.ACCUMULATED)
+        grads.take(accumulate=grads.is_summed)
         if grads.is_kept:
-            grads.advance(GradState.ACCUMULATED)
+            grads.were_summed()
 
     def reduce_late_grads(self, unit: Unit) -> bool:
         """Takes gradients that came after `backward_done`, in a unit that keeps some. Returns
@@ -248,7 +246,9 @@ class ReducePipeline:
         themselves."""
         fresh = [group for group in unit.active_groups if not group.grads.is_kept]
         groups = [group for group in unit.active_groups if group.grads.is_kept]
-        were_reduced = any(group.grads.state in REDUCED_STATES for group in groups)
+        were_reduced = not unit.defers and any(
+            group.grads.state in REDUCED_STATES and not group.grads.is_summed for group in groups
+        )
         taken = fresh if were_reduced else [*fresh, *groups]
         self._begin(unit, taken)
         for group in taken:
@@ -301,9 +301,13 @@ class ReducePipeline:
     def _begin(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         """Makes room for the gradients of a backward, which are written next. RuntimeError if that
         backward comes too late."""
-        self._take_back(groups)
+        self._take_back([group for group in groups if not group.grads.keeps_sums])
         self._refuse_late(unit, groups)
         fresh = [group for group in groups if not group.grads.is_kept]
+        for group in groups:
+            grads = group.grads
+            if grads.keeps_sums and not grads.is_summed:  # an earlier reduction may use the bucket
+                fresh.append(group)
         if fresh:
             self._make_room(fresh)
 
@@ -318,22 +322,30 @@ class ReducePipeline:
             grads = group.grads
             if grads.reduced_hook is not None:
                 continue
-            if group.is_single_rank and grads.state is GradState.REDUCED:
+            is_alone = group.is_single_rank and grads.is_kept and not grads.keeps_sums
+            if is_alone and grads.state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
-                scale_each(grads.inner_segments, 1.0 / self._way(group).scale)
+                scale_each(grads.inner_segments, 1.0 / self._way(group).total)
                 grads.advance(GradState.ACCUMULATED)
-            elif grads.state is GradState.FINISHED and self._repeats_outer_of(group):
+            elif grads.state is GradState.FINISHED and self._can_take_back(group):
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(grads.inner_segments, 1.0 / group.domain.outer_size)
                 grads.advance(GradState.REDUCED)
 
-    def _repeats_outer_of(self, group: ParamGroup) -> bool:
-        return self.repeats_outer and not group.grads.is_kept and not group.shards.splits_outer
+    def _can_take_back(self, group: ParamGroup) -> bool:
+        """True if a reduction over the outer axis may be taken back."""
+        grads = group.grads
+        if not self.repeats_outer or grads.reduced_hook is not None:
+            return False
+        return not group.shards.splits_outer and (grads.keeps_sums or not grads.is_kept)
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         for group in groups:
-            too_late = REDUCED_STATES if group.grads.is_kept else FINISHED_STATES
-            if group.grads.state in too_late:
+            grads = group.grads
+            in_main = grads.is_kept and not grads.keeps_sums
+            too_late = REDUCED_STATES if in_main else FINISHED_STATES
+            will_be_taken_back = grads.keeps_sums and self._can_take_back(group)
+            if grads.state in too_late and not will_be_taken_back:
                 raise RuntimeError(
                     f"unit {unit.name}: a backward ran after this step's gradients had been "
                     "reduced. Run all backwards of a step but the last under no_sync(), and set "
@@ -368,6 +380,7 @@ class ReducePipeline:
         transient = [group for group in groups if group.grads.has_transient_bucket]
         if any(group.grads.is_kept for group in transient):
             self._make_room(transient)
+        self._take_back([group for group in groups if group.grads.has_more])
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:
             grads = reduction.group.grads
@@ -375,6 +388,7 @@ class ReducePipeline:
             reduction.scale_segments()
             grads.main.allocate()
             grads.advance(GradState.REDUCED)
+            grads.has_more = False
         self.runtime.follow(REDUCE, COMPUTE)
         launch = functools.partial(self._communicate, reductions)
         finishes = [reduction.finish for reduction in reductions]

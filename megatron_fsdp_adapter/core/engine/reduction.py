@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair, Reduce
+from megatron_fsdp_adapter.core.config import FURTHER_DTYPES, EngineConfig
 
 from .buffer import FlatBuffer, copies_to
 from .group import ParamGroup
@@ -44,12 +45,36 @@ class DomainReduce:
     scale: float = 1.0
     # What that is applied to.
     scaled: Scaled = Scaled.SENT
+    # A further factor, on what is communicated.
+    before: float = 1.0
     # Fixed memory for what is received of one bucket after the other.
     received: FlatBuffer | None = None
 
+    def of(self, config: EngineConfig, scale: float) -> DomainReduce:
+        """The way for groups with this configuration, whose sums get the factor `scale`."""
+        policy = config.policy
+        comm = policy.comm_dtype
+        main = policy.grads_dtype
+        scaled = Scaled.MAIN
+        if policy.as_fsdp2 or comm.itemsize > main.itemsize:
+            scaled = Scaled.RESULT
+        if config.scale_before_sum:
+            scaled = Scaled.SENT
+        before = 1.0
+        if policy.as_fsdp2 and comm in FURTHER_DTYPES:
+            before = part_before_sum(scale)
+        same = comm == main
+        return replace(self, writes_main=same, scale=scale / before, scaled=scaled, before=before)
+
     def factor(self, place: Scaled) -> float:
         """The factor to apply at `place`."""
-        return self.scale if place is self.scaled else 1.0
+        own = self.scale if place is self.scaled else 1.0
+        return own * self.before if place is Scaled.SENT else own
+
+    @property
+    def total(self) -> float:
+        """All factors on the sum."""
+        return self.scale * self.before
 
     @property
     def after(self) -> float:
@@ -124,17 +149,37 @@ class Reduction:
             reduce = replace(reduce, scale=1.0)  # the hook needs the mean, so it was scaled before
         if self.adds:
             for main, result in zip(self.main, self.results, strict=True):
-                main.add_(result, alpha=reduce.after)
+                self._add(main, result, reduce.after)
             return
         scale_each(self.outputs, reduce.factor(Scaled.RESULT))
         if not reduce.writes_main:
             self._copy_to_main(self.results)
         scale_each(self.main, reduce.factor(Scaled.MAIN))
 
+    def _add(self, main: torch.Tensor, result: torch.Tensor, scale: float) -> None:
+        """Adds the result of a segment to the main gradients. FSDP2 rounds it to their dtype before
+        that."""
+        if not self.group.config.policy.as_fsdp2 or self.reduce.writes_main:
+            main.add_(result, alpha=scale)
+            return
+        scale_each([result], scale)
+        is_exact = torch.promote_types(result.dtype, main.dtype) == main.dtype
+        main.add_(result if is_exact else result.to(main.dtype))
+
     def run_hook(self) -> None:
         """Calls the group's hook with what came out. There must be a hook."""
         for output in self.outputs:
             self.group.grads.reduced_hook(output)  # type: ignore[misc]
+
+
+def part_before_sum(scale: float) -> float:
+    """The part of a factor on sums that is applied before summing, as by torch's FSDP2: about its
+    root, and a power of two, so that sums in float16 do not overflow."""
+    count = 1.0 / scale
+    divisor = 1.0
+    while count % divisor == 0 and count / divisor > divisor:
+        divisor *= 2
+    return 1.0 / divisor
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:

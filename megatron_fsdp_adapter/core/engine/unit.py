@@ -188,14 +188,13 @@ class Unit:
 
     def follow_deferral(self) -> None:
         """Has groups keep the gradients of the backward that begins, if that was asked for. What is
-        kept stays so until it is reduced. Beside reduced gradients there is no memory for others.
-        """
+        kept stays so until it is reduced."""
         if self.defers is None:
             return
         for group in self.trainable_groups:
-            if group.grads.state is not GradState.ACCUMULATED:
-                is_first = group.grads.state is GradState.EMPTY
-                group.grads.keep(is_first and bool(self.defers))
+            if not group.grads.is_summed:
+                can = group.grads.keeps_beside or group.grads.state is GradState.EMPTY
+                group.grads.keep(can and bool(self.defers))
             is_kept = bool(self.defers) and group.grads.is_kept
             keep_partial(group.managed, is_kept and group.grads.has_own_dtype)
         self._count_kept_grads()

@@ -61,10 +61,11 @@ GRAD_GROUPS = {
     "one rank": Setup(split=True, whole=True),
     "replicas": Setup(outer=2, world=4),
     "split again": Setup(outer=2, world=4, shard_outer=True),
+    "as FSDP2": Setup(main_params=None, as_fsdp2=True),
 }
 """Groups, by what their gradients may do besides what those of all groups may."""
 
-ALL_GROUPS = ("shards", "one rank", "replicas", "split again")
+ALL_GROUPS = ("shards", "one rank", "replicas", "split again", "as FSDP2")
 
 LEGAL_FOR_GRADS = {
     ("EMPTY", "EMPTY"): ALL_GROUPS,
@@ -74,11 +75,12 @@ LEGAL_FOR_GRADS = {
     ("ACCUMULATED", "ACCUMULATED"): ALL_GROUPS,
     ("ACCUMULATED", "REDUCED"): ALL_GROUPS,
     ("REDUCED", "EMPTY"): ALL_GROUPS,
-    ("REDUCED", "ACCUMULATED"): ("one rank",),
+    ("REDUCED", "ACCUMULATED"): ("one rank", "as FSDP2"),
     ("REDUCED", "REDUCED"): ALL_GROUPS,
     ("REDUCED", "FINISHED"): ("replicas", "split again"),
     ("FINISHED", "EMPTY"): ALL_GROUPS,
     ("FINISHED", "REDUCED"): ("replicas",),
+    ("FINISHED", "ACCUMULATED"): ("as FSDP2",),
 }
 
 

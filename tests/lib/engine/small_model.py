@@ -52,7 +52,8 @@ class Setup:
     Of the loop: with `told` it says which microbatch is the last; `scheduled`: a schedule takes
     passes apart (`schedule.py`); `side`: layers use a stream of their own (`side_streams.py`) and
     wait for it, but where it `forgets` to; `adam`: steps are those of AdamW, else of SGD.
-    `poison`: as the environment says unless given. `grad_scale`: that of a mean unless given."""
+    `poison`: as the environment says unless given. `grad_scale`: that of a mean unless given.
+    `as_fsdp2`: of the policy of dtypes."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -94,6 +95,7 @@ class Setup:
     forgets: str = ""
     adam: bool = False
     poison: bool | None = None
+    as_fsdp2: bool = False
 
     @property
     def hidden(self) -> int:
@@ -118,7 +120,9 @@ class Setup:
         row = STRATEGIES[self.strategy]
         return EngineConfig(
             row,
-            MixedPrecisionPolicy(self.main_params, self.main_grads, self.comm_dtype),
+            MixedPrecisionPolicy(
+                self.main_params, self.main_grads, self.comm_dtype, as_fsdp2=self.as_fsdp2
+            ),
             overlap_grad_reduce=self.overlap or row.shard_grads,
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,

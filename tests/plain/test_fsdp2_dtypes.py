@@ -1,0 +1,159 @@
+"""Dtypes of `fully_shard` beside torch's: of parameters, of compute, and of reductions, which each
+module may have its own of. Losses, norms, gradients and weights have torch's bits and dtypes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as theirs
+
+from megatron_fsdp_adapter import fully_shard as ours
+from tests.lib.gpt.gpt import full, full_all
+from tests.lib.ranks.shared_ranks import on_ranks
+
+CHECKS = (
+    "plain/fsdp2_model.py",
+    "core/config.py",
+    "core/engine/grad_buffers.py",
+    "core/engine/reduction.py",
+)
+
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
+FP64 = torch.float64
+WIDTH = 6
+
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
+"""Of a unit: of its parameters, `param_dtype` and `reduce_dtype`."""
+
+
+class Layer(nn.Module):
+    """A linear layer that computes in the dtype of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(self.linear.weight.dtype)).tanh()
+
+
+class Stack(nn.Module):
+    """Two layers, and one that the root has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().square().mean()
+
+
+def sharded(shard: Any, dtypes: Sequence[Dtypes], **options: Any) -> Any:
+    """A stack whose layers and root have `dtypes`, in this order."""
+    torch.manual_seed(7)
+    made = Stack()
+    parts = [*made.layers, made]
+    for part, (own, _, _) in zip([*made.layers, made.head], dtypes, strict=True):
+        part.to(own)
+    for part, (_, computes, reduces) in zip(parts, dtypes, strict=True):
+        policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
+        shard(part, mp_policy=policy, **options)
+    return made
+
+
+SYNCS = (
+    ((True, True),),
+    ((True, True), (True, True), (True, True)),
+    ((False, False), (False, False), (True, True)),
+    ((True, False), (False, False), (True, True)),
+    ((True, True), (False, True), (True, True)),
+    ((True, True), (False, False), (False, False)),
+    ((True, True),),
+)
+"""Steps. Of each microbatch: whether gradients of the first layer and of others are reduced."""
+
+
+def digits(made: Any, rank: int, clips: float = 0.02) -> dict[str, Any]:
+    """The numbers of `SYNCS`."""
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    found: dict[str, Any] = {}
+    for step, microbatches in enumerate(SYNCS):
+        for number, (first, others) in enumerate(microbatches):
+            made.set_requires_gradient_sync(others)
+            made.layers[0].set_requires_gradient_sync(first)
+            loss = made(torch.randn(4, WIDTH, generator=generator))
+            loss.backward()
+            say = f"step {step}, microbatch {number}"
+            found[f"{say}: loss"] = loss.item()
+            for name, param in made.named_parameters():
+                grad = param.grad
+                values = None if grad is None else grad.to_local().clone()
+                found[f"{say}: grad of {name}"] = values
+        found[f"{step}: norm"] = full(nn.utils.clip_grad_norm_(made.parameters(), clips)).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {
+            f"{step}: {name}": v for name, v in full_all(dict(made.named_parameters())).items()
+        }
+    return found
+
+
+def differing(dtypes: Sequence[Dtypes], rank: int, **options: Any) -> list[str]:
+    """Names of the numbers that differ from torch's."""
+    expected, found = (digits(sharded(shard, dtypes, **options), rank) for shard in (theirs, ours))
+    return [name for name, value in expected.items() if not same(found[name], value)]
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    return type(found) is type(expected) and found == expected
+
+
+ALIKE: tuple[Dtypes, ...] = (
+    (FP32, None, None), (FP32, None, BF16), (FP32, BF16, None), (FP32, BF16, FP32),
+    (FP32, BF16, FP16), (FP32, None, FP64), (BF16, None, None), (BF16, None, FP32),
+    (BF16, FP16, BF16), (FP64, None, None), (FP64, BF16, FP32),
+)  # fmt: skip
+"""Dtypes of all units of a model."""
+
+MIXED: tuple[tuple[Dtypes, ...], ...] = (
+    ((FP32, BF16, FP32), (FP32, BF16, None), (FP32, BF16, BF16)),
+    ((FP32, None, None), (BF16, None, None), (FP32, BF16, BF16)),
+    ((BF16, None, FP32), (FP32, FP16, FP16), (BF16, FP32, None)),
+    ((FP16, None, None), (FP64, FP32, FP32), (BF16, None, FP16)),
+)
+"""Dtypes of each unit."""
+
+EVERY = itertools.product((FP32, BF16), (None, BF16, FP16), (None, BF16, FP16, FP32))
+
+
+@pytest.mark.parametrize("dtypes", [*((one,) * 3 for one in ALIKE), *MIXED], ids=str)
+@on_ranks(2)
+def test_units_have_their_own_dtypes(rank: int, dtypes: Sequence[Dtypes]) -> None:
+    assert not differing(dtypes, rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtypes", sorted({*EVERY} - {*ALIKE}, key=str), ids=str)
+@on_ranks(2)
+def test_every_product_of_dtypes(rank: int, dtypes: Dtypes) -> None:
+    assert not differing([dtypes] * 3, rank)
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, BF16, None), (BF16, None, FP32)], ids=str)
+@on_ranks(1, whole=True)
+def test_one_rank_rounds_as_several_do(rank: int, dtypes: Dtypes) -> None:
+    assert not differing([dtypes] * 3, rank)
