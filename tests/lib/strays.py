@@ -40,6 +40,18 @@ def marked(mark: str) -> Mapping[int, str]:
     return {pid: words for pid, words in found.items() if words and pid != os.getpid()}
 
 
+def orphans(mark: str) -> list[int]:
+    """Process ids of those that have the mark and whose parent has ended."""
+    return [pid for pid in marked(mark) if _parent(pid) == 1]
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):  # ended meanwhile
+        text = (PROCESSES / str(pid) / "stat").read_text()
+        return int(text.rpartition(")")[2].split()[1])
+    return 0
+
+
 def left_behind(mark: str, grace_s: float, spared: Callable[[int, str], bool]) -> Mapping[int, str]:
     """Command lines of processes that have the mark and are there after `grace_s` seconds, by
     process id; as soon as there are none, none. `spared(pid, command line)`: whether one is left

@@ -101,3 +101,23 @@ def test_a_run_that_leaves_processes_behind_fails_and_names_them(
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert "outlive" not in output, output
+
+
+def test_a_process_whose_parent_was_killed_is_an_orphan() -> None:
+    mark, value = strays.new_mark()
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, strays.VARIABLE: value},
+        stdin=subprocess.PIPE,
+    )
+    try:
+        strays.wait_for(lambda: len(strays.marked(mark)) == 2)
+        assert strays.orphans(mark) == []
+        parent.kill()
+        parent.wait()
+        [child] = strays.orphans(mark)
+        strays.end([child])
+        strays.wait_for(lambda: not strays.marked(mark), 10.0)
+    finally:
+        strays.end_all(mark)

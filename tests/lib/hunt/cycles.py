@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
+from tests.lib import strays
 from tests.lib.hunt import cycle_grammar
 from tests.lib.hunt.cycle_grammar import STOCK, Flags
 from tests.lib.hunt.programs import Program, Statement
@@ -159,6 +160,8 @@ class Runner:
 
     def __init__(self, checkout: Path) -> None:
         self.checkout = checkout
+        # Of every process that it starts: workers of background saves outlive a run that is killed.
+        self.mark, os.environ[strays.VARIABLE] = strays.new_mark()
         # Holds a root of checkpoints for each chain of stages.
         self.folder = tempfile.TemporaryDirectory()
         # The run of the last stage of a chain, and its root; an error of converting instead.
@@ -193,6 +196,7 @@ class Runner:
         if chain not in self.known:
             root = Path(self.folder.name) / f"root{len(self.known)}"
             self.known[chain] = (self.run(chain, root), root)
+            strays.end(strays.orphans(self.mark))
         return self.known[chain]
 
     def run(self, chain: tuple[Stage, ...], root: Path) -> Run | str:
