@@ -85,6 +85,11 @@ class AutoBudget:
         # A pass with gradients has raised since the last step.
         self._has_raised = False
 
+    @property
+    def is_settled(self) -> bool:
+        """True once ranks have agreed on a budget, which an error may still change."""
+        return bool(self.chosen_for) or self._steps > MEASURED + 1
+
     def numbers(self, engine: FsdpEngine) -> Sequence[int]:
         """The bytes that this rank can spare, negated: the comparison gives the largest number of
         all ranks, which is then the fewest bytes. 0 until memory is measured.

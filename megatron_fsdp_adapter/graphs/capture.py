@@ -35,6 +35,15 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device=device)
         self._generators = generators
 
+    def wait(self) -> None:
+        """Waits for all replays, after which graphs may be deleted. Between two steps only."""
+        torch.cuda.synchronize(self._stream.device)
+
+    def make_room(self) -> None:
+        """Gives memory that nothing uses back to the device, from which pools take theirs: the
+        allocator does not do so in a capture. Between two steps only."""
+        torch.cuda.empty_cache()
+
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 

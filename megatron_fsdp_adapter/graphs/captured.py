@@ -16,16 +16,15 @@ activations would be there once more.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.engine.group import ParamGroup
 from .capture import CudaGraphs
+from .sites import Site
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
@@ -66,69 +65,6 @@ def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind is dict:
         return {name: fill(item, tensors) for name, item in value}
     return value
-
-
-@dataclasses.dataclass(eq=False)
-class Site:
-    """A module that is captured.
-
-    Attributes:
-        module: a weak reference, as the module's `forward` holds this object.
-        parts: the groups whose buckets its weight gradients go to, with the indices of its
-            parameters in them.
-    """
-
-    name: str
-    module: Callable[[], nn.Module | None]
-    parts: Sequence[tuple[ParamGroup, Sequence[int]]]
-
-    def function(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        module = self.module()
-        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
-
-    def caches(self) -> Iterator[torch.Tensor]:
-        """Tensors that it has beside parameters."""
-        module = self.module()
-        if module is None:
-            return
-        for child in module.modules():
-            for value in (*vars(child).values(), *child._buffers.values()):
-                if isinstance(value, torch.Tensor):
-                    yield value
-
-    def check_open(self) -> None:
-        """Raises RuntimeError if its unit's backward does not run."""
-        if not all(group.grads.direct.is_open for group, _ in self.parts):
-            raise RuntimeError(
-                f"{self.name}: the backward of its graph runs outside of its unit's backward. Call "
-                "the model through its wrapper, and run backward on what it returned"
-            )
-
-    def take_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Takes gradients off its parameters; returns the parameters that had one, with it."""
-        found = []
-        for group, indices in self.parts:
-            for index in indices:
-                param = group.params[index]
-                if param.grad is not None:
-                    found.append((param, param.grad))
-                    param.grad = None
-        return found
-
-    def move_grads(self) -> None:
-        """Moves `.grad` into the buckets, as the end of a unit's backward does. In a capture."""
-        for group, indices in self.parts:
-            given = [(index, group.params[index].grad) for index in indices]
-            direct = group.grads.direct
-            group.grads.put(given, direct.written)
-            direct.note_written(index for index, grad in given if grad is not None)
-            direct.settle()
-        self.take_grads()
-
-    def written(self) -> list[set[int]]:
-        """The parameters, by group, whose part of the bucket holds a gradient."""
-        return [group.grads.direct.written.intersection(indices) for group, indices in self.parts]
 
 
 class CapturedCall:

@@ -8,6 +8,12 @@ its end, and every pass gives its calls in the program's order. So what a captur
 pool at some place of a program, a replay may overwrite at that place: memory is what one eager pass
 needs.
 
+Weights and gradients of captured modules have fixed addresses: in slots, or as their unit stays
+unsharded over a step. Which units stay may be known after some steps only, and may change; then all
+graphs are forgotten, and made again for the modules of the units that stay. Modules of other units
+run eagerly. Graphs are made again as well when a step has several microbatches for the first time:
+gradients are added up from then on.
+
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; the reason is printed once, and
 not for evaluations. So does a whole pass whose first call has other shapes than the recorded ones:
@@ -31,11 +37,11 @@ from torch import nn
 
 from ..core.engine import hooks
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import ParamGroup
-from ..core.engine.unit import Unit
+from ..core.engine.step import Last
 from ..core.runtime.rank_warnings import warn
 from .capture import CudaGraphs
-from .captured import CapturedCall, Site, strip
+from .captured import CapturedCall, strip
+from .sites import Site, fix_memory, site_of
 
 HELD_BY = "a CUDA graph of a layer"
 
@@ -141,8 +147,14 @@ class LayerGraphs:
         self._captured_before = 0
         # The summary was printed.
         self._is_reported = False
-        # The first pass that may capture has begun.
-        self._began = False
+        # All captured modules.
+        self._sites: list[Site] = []
+        # Those whose weights and gradients have fixed addresses.
+        self._fixed: set[Site] = set()
+        # Graphs add to the gradients of earlier microbatches, where these are kept.
+        self._adds = False
+        # `_fixed` was looked at in this step.
+        self._is_chosen = False
         # A pass of this step has run eagerly.
         self._eager_in_step = False
         # One for each pass that may be in flight, by its index.
@@ -165,7 +177,8 @@ class LayerGraphs:
         self._read_by_graphs: dict[int, torch.Tensor] = {}
         me = weakref.ref(self)
         for name, module in modules:
-            site = Site(name, weakref.ref(module), _parts(engine, name, module))
+            site = site_of(engine, name, module)
+            self._sites.append(site)
             module.forward = _graphed(me, site)  # type: ignore[method-assign]
 
     @contextmanager
@@ -173,10 +186,8 @@ class LayerGraphs:
         """Around a forward of the model. training: whether a backward will follow."""
         self._before_pass()
         if training and torch.is_grad_enabled() and self._steps >= self._warmup:
-            if not self._began:
-                self._began = True
-                _forget_graphs_in_cycles(self._kinds.total())
-            self._current = Pass()
+            self._choose()
+            self._current = Pass() if self._fixed else None
         try:
             yield
         finally:
@@ -186,11 +197,45 @@ class LayerGraphs:
                 current.forward_runs = False
                 self._end_if_over(current)
 
+    def _choose(self) -> None:
+        """Chooses the modules that are captured, once a step, before its first pass."""
+        budget = self._engine.budget
+        if self._is_chosen or (budget is not None and not budget.is_settled):
+            return
+        self._is_chosen = True
+        if self._engine.has_grads:
+            return
+        fixed = {site for site in self._sites if site.may_be_fixed}
+        adds = any(site.keeps_grads for site in fixed)
+        # With one microbatch gradients are overwritten, which saves zeros and reading them.
+        adds = adds and (self._adds or self._engine.is_last is not Last.YES)
+        if (fixed, adds) == (self._fixed, self._adds):
+            return
+        self._forget_graphs()
+        fix_memory(self._engine, self._sites, fixed, adds)
+        self._fixed = fixed
+        self._adds = adds
+        _forget_graphs_in_cycles(len(fixed))
+
+    def _forget_graphs(self) -> None:
+        """Deletes all graphs, with their memory, and has the device ready for others."""
+        if self._programs:
+            self._graphs.wait()
+        self._programs = {}
+        self._pools = []
+        self._kind = None
+        self._read_by_graphs = {}
+        self._captured_before = 0
+        self.captured = 0
+        self._is_reported = False
+        self._graphs.make_room()
+
     def step_done(self) -> None:
         """Ends a training step, whose gradients are complete. After the first step in which nothing
         more was captured, prints the summary on one rank."""
         self._steps += 1
         self._eager_in_step = False
+        self._is_chosen = False
         is_settled = 0 < self.captured == self._captured_before
         self._captured_before = self.captured
         if is_settled and not self._is_reported:
@@ -207,6 +252,9 @@ class LayerGraphs:
         eager = ""
         for name, why in sorted(self.ran_eagerly):
             eager += f"; {name} ran eagerly: {why}"
+        sharded = len(self._sites) - len(self._fixed)
+        if sharded:
+            eager = f"; {sharded} ran eagerly: their units do not stay unsharded{eager}"
         return (
             f"CUDA graphs of layers: {modules}, {self.captured} calls captured; GiB of "
             f"memory for each pass in flight: {pools}{eager}"
@@ -216,6 +264,7 @@ class LayerGraphs:
         """Forgets the passes in flight: a step is over, or was given up. Raises RuntimeError if the
         recordings of three steps came to no end."""
         self._eager_in_step = False
+        self._is_chosen = False
         unfinished = any(one.records for one in self._in_flight)
         self._in_flight = []
         if unfinished:
@@ -232,7 +281,9 @@ class LayerGraphs:
         """Runs a module's forward: its graph, if there is one or it is time to make it."""
         current = self._current
         is_training = current is not None and not current.is_eager and torch.is_grad_enabled()
-        if current is None or not is_training or hooks.in_backward():
+        if current is None or site not in self._fixed:
+            return site.function(*args, **kwargs)
+        if not is_training or hooks.in_backward():
             return site.function(*args, **kwargs)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
             reason = "saved-tensor hooks are active, and a replay does not call them"
@@ -347,50 +398,3 @@ def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[.
         return alive.call(site, args, kwargs)
 
     return forward
-
-
-def _parts(engine: FsdpEngine, name: str, module: nn.Module) -> list[tuple[ParamGroup, list[int]]]:
-    """The groups whose buckets get the module's weight gradients, with the indices of its
-    parameters in them. From now on these buckets are open from the start of the unit's backward."""
-    inside = {id(child) for child in module.modules()}
-    units = {}
-    held = []
-    for unit in engine.units:
-        for group in unit.groups:
-            indices = _held_by(inside, group)
-            if indices:
-                units[unit.ordinal] = unit
-                held.append((group, indices))
-    if len(units) != 1:
-        names = ", ".join(unit.name for unit in units.values())
-        raise ValueError(
-            f"{name}: a CUDA graph needs all weights gathered at once, and its weights are in "
-            f"{len(units)} units ({names or 'none'})"
-        )
-    (unit,) = units.values()
-    for group, _ in held:
-        _check_fixed(unit, group)
-    found = [(group, indices) for group, indices in held if group.key.requires_grad]
-    unit.write_directly([group for group, _ in found])
-    return found
-
-
-def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
-    """Indices of the group's parameters that any of these modules, given by their ids, holds."""
-    found = []
-    for index, entry in enumerate(group.managed):
-        if any(id(owner) in modules for owner, _ in entry.slots):
-            found.append(index)
-    return found
-
-
-def _check_fixed(unit: Unit, group: ParamGroup) -> None:
-    """Raises ValueError unless the group's weights and gradients have fixed addresses: in slots, or
-    because they stay over a step."""
-    weights = group.weights.is_kept or all(full.in_slot for full in group.weights.unsharded)
-    grads = not group.key.requires_grad or group.grads.is_kept or group.grads.bucket.in_slot
-    if not (weights and grads):
-        raise ValueError(
-            f"unit {unit.name}: CUDA graphs of layers need weights and gradients at fixed "
-            "addresses. Use fsdp_double_buffer, or 'optim' or 'no_shard'"
-        )

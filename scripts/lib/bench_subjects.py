@@ -132,6 +132,8 @@ class Subject:
     def options(self) -> dict[str, Any]:
         """Options of `pretrain_gpt.py` that select it and override those of the run."""
         found = dict(KINDS[self.kind].options)
+        if self.budget == AUTO:  # its units have buffers of their own
+            found = {name: value for name, value in found.items() if name not in SLOTS}
         if self.precision is None:
             return found
         kind, _, recipe = self.precision.partition("_")

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.plan.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
-from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import (
     Case,
@@ -117,6 +117,8 @@ CELLS = {
     "some units kept, FP8 weights": Cell(
         case=FUSED, options=FP8_WEIGHTS, ddp={**SLOTS, BUDGET: 6e6 / GIB}
     ),
+    # Four steps are eager before it is found.
+    "all units kept, FP8 weights": Cell(case=FUSED, options=FP8_WEIGHTS, ddp={BUDGET: AUTO}),
     "joined": Cell(case=FUSED, ddp={**SLOTS, UNIT_NUMEL: 1_200_000}),
 }
 

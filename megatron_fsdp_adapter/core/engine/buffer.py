@@ -172,8 +172,16 @@ class FlatBuffer:
         self._in_use = False
 
     def keep_storage(self) -> None:
-        """From now on the storage stays for good: something else reads and writes its address."""
+        """From now on the storage stays: something else reads and writes its address."""
+        if not self.allocated:
+            self.allocate()
         self.fixed = True
+
+    def let_storage_go(self) -> None:
+        """Ends `keep_storage`, on the current stream."""
+        self.fixed = self.in_slot
+        if not self._in_use:
+            self.release()
 
     def forget(self) -> None:
         """Declares the contents undefined: fills them with NaN where the runtime poisons, and else

@@ -244,14 +244,14 @@ class GradBuffers:
         if self.can_be_kept:
             self.is_kept = kept
 
-    def write_by_graphs(self) -> None:
-        """Lets CUDA graphs write into `collected`, at an address that stays. Kept gradients are
-        not released between steps any more."""
-        self.direct.any = True
-        if self.is_kept:
-            self.collected.allocate()
+    def write_by_graphs(self, written: bool, adds: bool) -> None:
+        """Sets whether CUDA graphs write into `collected`, whose memory then stays between steps.
+        adds: they add to what is kept from one microbatch to the next."""
+        self.direct.write_by_graphs(written, adds and self.is_kept)
+        if written:
             self.collected.keep_storage()
-            self.direct.always_add()
+        else:
+            self.collected.let_storage_go()
 
     # Memory.
 

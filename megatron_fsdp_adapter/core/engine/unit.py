@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -148,12 +148,19 @@ class Unit:
         self._guarding = [(param, self._guard_class(group, param)) for group, param in params]
         self._guarding += [(param, ReshardedDTensor) for param in dtensors]
 
-    def write_directly(self, groups: Sequence[ParamGroup]) -> None:
-        """From now on a CUDA graph writes gradients of `groups` into their buckets, which are open
-        from the beginning of the unit's backward."""
-        for group in groups:
-            group.grads.write_by_graphs()
+    def write_by_graphs(self, groups: Collection[ParamGroup], adds: bool) -> None:
+        """From now on CUDA graphs write gradients of `groups`, and of no others, into their
+        buckets, which are open from the beginning of the unit's backward. adds: as of
+        `GradBuffers.write_by_graphs`."""
+        for group in self.trainable_groups:
+            group.grads.write_by_graphs(group in groups, adds)
         self._find_direct()
+
+    def keep_weight_memory(self, groups: Collection[ParamGroup]) -> None:
+        """Keeps the memory of gathered weights of `groups`, and of no others, on the current
+        stream."""
+        for group in self.groups:
+            group.weights.keep_memory(group in groups)
 
     def _find_direct(self) -> None:
         # Groups with gradients that modules, or CUDA graphs, write into the bucket by themselves.
@@ -336,7 +343,10 @@ def _label(group: ParamGroup, unit: str) -> None:
 
 class StepBudget(Protocol):
     """Chooses the units that stay unsharded over a step (`Unit.keep`), from what an engine tells
-    it."""
+    it. is_settled: the choice stays, unless an error changes it."""
+
+    @property
+    def is_settled(self) -> bool: ...
 
     def numbers(self, engine: Any) -> Sequence[int]:
         """This rank's numbers, of which ranks compare the largest, once a step."""

@@ -148,6 +148,15 @@ class WeightBuffers:
         for full in self.unsharded:
             full.release()
 
+    def keep_memory(self, kept: bool) -> None:
+        """Keeps the memory of unsharded weights from now on, or no longer, on the current
+        stream."""
+        for full in self.unsharded:
+            if kept:
+                full.keep_storage()
+            else:
+                full.let_storage_go()
+
 
 class MainWeights:
     """The main weights of one group. Construction gives them their first values.

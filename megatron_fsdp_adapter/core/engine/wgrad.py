@@ -21,8 +21,8 @@ OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the wei
 saved for backward. Where there are hooks on saved tensors (`hooks.py`), torch returns another
 tensor, without attributes, and the module adds: OVERWRITES_UNHOOKED is ACCUMULATES then.
 
-A CUDA graph does the same in every replay. Where gradients are kept over microbatches it adds: such
-a bucket is zeroed once a step, and all its modules add (`always_add`).
+A CUDA graph does the same in every replay. One that is replayed for several microbatches adds to
+kept gradients: the bucket is zeroed once a step, and all modules add to it (`write_by_graphs`).
 
 No protocol returns a gradient to autograd. `grad_added_to_main_grad` is left unset: it would make
 modules return a placeholder the size of the weight, and nothing here waits for autograd.
@@ -72,7 +72,9 @@ class FusedWgrad:
         self._params: list[Any] = list(params)  # unsharded ones
         self._views = list(views)  # their parts of the bucket
         # Whether modules write any gradient by themselves.
-        self.any = any(writer is not WgradProtocol.AUTOGRAD for writer in writers)
+        self._by_modules = any(writer is not WgradProtocol.AUTOGRAD for writer in writers)
+        # Whether modules or CUDA graphs do.
+        self.any = self._by_modules
         # Whether the unit's backward runs, so that modules may write.
         self.is_open = False
         # Whether hooks were on what autograd saved in some forward; for good, as a backward may be
@@ -110,10 +112,12 @@ class FusedWgrad:
                     param.get_main_grad = functools.partial(_write, ref, index)
         self.expect(True)
 
-    def always_add(self) -> None:
-        """Has modules, and CUDA graphs, add all that they write from now on."""
-        self._always_adds = True
-        self.expect(False)
+    def write_by_graphs(self, written: bool, adds: bool) -> None:
+        """Sets whether CUDA graphs write gradients, and whether they and modules add all of them.
+        Must be called while the bucket holds none."""
+        self.any = written or self._by_modules
+        self._always_adds = adds
+        self.expect(True)
 
     def expect(self, overwrites: bool) -> None:
         """From now on, modules that decide in forward overwrite what is there, or add to it."""

@@ -72,9 +72,10 @@ def _scales_by_delayed_recipe(config: Any) -> bool:
 
 
 def _has_no_fixed_buffers(config: Any) -> bool:
-    """True if weights or buckets come and go, at changing addresses."""
+    """True if weights or buckets come and go, at changing addresses. With a budget that is found
+    only units are captured that stay unsharded."""
     row = strategy_of(config)
-    if row is None:
+    if row is None or read(config, BUDGET) == AUTO:
         return False
     wanted = slots_wanted(config)
     weights_move = row.shard_weights and not wanted["weight_slots"]
@@ -119,16 +120,10 @@ GRAPH_RULES: Rules = (
             "empty, all parts except experts are. Leave the others out; they run eagerly",
         ),
         Rule(
-            BUDGET,
-            lambda config: read(config, BUDGET) == AUTO,
-            "'auto' finds the budget while training, but a graph needs addresses that stay. Use a "
-            "number of GiB",
-        ),
-        Rule(
             "fsdp_double_buffer",
             _has_no_fixed_buffers,
             "a graph reads weights and writes gradients at fixed addresses. Set it to True, or use "
-            "'optim' or 'no_shard'",
+            "'optim', 'no_shard', or a budget of 'auto'",
         ),
         Rule(
             "recompute_granularity",

@@ -151,6 +151,12 @@ class FakeGraphs:
         self.replays: list[tuple[int, int]] = []
         self._in_pool: dict[int, int] = {}
 
+    def wait(self) -> None:
+        """Nothing: a replay is over when it returns."""
+
+    def make_room(self) -> None:
+        """Nothing: pools have no memory of their own."""
+
     def new_pool(self) -> int:
         self.pools += 1
         return self.pools

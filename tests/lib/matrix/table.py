@@ -248,10 +248,10 @@ def _refused_nothing_to_keep(kept, strategy) -> bool:
 
 @rule(
     "refused: a budget that is found beside fixed addresses",
-    "units in fixed buffers share memory; a graph is captured before a budget is found",
+    "units in fixed buffers share memory; an iteration is captured before a budget is found",
 )
 def _refused_a_budget_that_is_found_beside_fixed_addresses(kept, buffers, graph) -> bool:
-    return kept == "found" and (buffers != "plain" or graph != "off")
+    return kept == "found" and (buffers != "plain" or graph == "on")
 
 
 @rule("refused: ETP unlike TP without EP", "core marks such experts as dense")
@@ -290,8 +290,8 @@ def _refused_offload_of_the_optimizer_in_a_graph(offload, graph) -> bool:
 
 
 @rule("refused: graphs of layers without slots", "a graph requires fixed addresses")
-def _refused_graphs_of_layers_without_slots(graph, buffers, strategy) -> bool:
-    if graph != "layers" or not STRATEGIES[str(strategy)].shard_grads:
+def _refused_graphs_of_layers_without_slots(graph, buffers, strategy, kept) -> bool:
+    if graph != "layers" or not STRATEGIES[str(strategy)].shard_grads or kept == "found":
         return False
     return buffers in ("plain", "ce_gather")
 

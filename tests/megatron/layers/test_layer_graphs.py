@@ -46,6 +46,7 @@ CHECKS = (
     "graphs/layer_graphs.py",
     "graphs/captured.py",
     "graphs/capture.py",
+    "graphs/sites.py",
 )
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True)
@@ -115,6 +116,7 @@ MODELS = {
     # Gradients that stay over the microbatches of a step, which graphs add to.
     "kept gradients": Model("optim", {"microbatches": 3}, ddp={}),
     "kept gradients, fused": Model("no_shard", FUSED, ddp={}),
+    "kept gradients, one microbatch": Model("optim", {**FUSED, "microbatches": 1}, ddp={}),
     "kept gradients, parts": Model("optim", {"tied": True}, ("attn", "mlp"), {}),
     "joined": Model(ddp={**SLOTS, UNIT_NUMEL: 5000}),
     "joined and kept, fused": Model("optim", FUSED, ddp={UNIT_NUMEL: 5000}),
@@ -340,6 +342,28 @@ def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
     printed = capsys.readouterr().out.splitlines()
     (line,) = [one for one in printed if one.startswith("CUDA graphs")]
     assert re.search(row.printed, line), line
+
+
+def test_graphs_are_made_again_where_a_step_has_several_microbatches_at_last(
+    one_rank: torch.device,
+) -> None:
+    """With one they overwrite kept gradients; afterwards they add."""
+    lengths = ((5,), (5,), (5,), (5, 5, 5), (5, 5), (5,))
+    case = CASE.but(**FUSED)
+    patches.install(FUSED_WGRAD)
+    try:
+        plain = eager(case, "optim", {})
+        trainer, fake = graphed(case, "optim", ddp={})
+        zeroed = []
+        for step, one in enumerate(lengths):
+            assert in_turn(trainer, step, one) == in_turn(plain, step, one), step
+            zeroed.append(trainer.wrapper._layers._adds)
+    finally:
+        patches.uninstall(FUSED_WGRAD)
+    assert zeroed == [False, False, False, True, True, True]
+    assert fake.captures == 2 * A_PASS
+    assert fake.pools == 2
+    check_same_bits(full_weights(trainer), full_weights(plain), "weights")
 
 
 def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:

@@ -6,23 +6,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.graphs.captured import CapturedCall
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.engine.fake_graphs import FakeGraphs, has_accumulator, put_graphs_into
+from tests.lib.gpt.gpt import Trainer
 from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
-from tests.lib.gpt.variants import ZERO_3, Variant, compare, marked, train_and_evaluate
+from tests.lib.gpt.units import ALL_GIB, KEPT_CASE, NEAR
+from tests.lib.gpt.variants import (
+    ZERO_1,
+    ZERO_3,
+    Variant,
+    compare,
+    marked,
+    train_and_evaluate,
+)
 from tests.lib.ranks.one_rank import as_one_of_many
 from tests.lib.ranks.shared_ranks import on_ranks
+from tests.lib.ranks.spare_memory import agree_on, spare
 
-CHECKS = ("megatron/layers/layer_graphs.py", "graphs/layer_graphs.py", "graphs/captured.py")
+CHECKS = (
+    "megatron/layers/layer_graphs.py",
+    "graphs/layer_graphs.py",
+    "graphs/captured.py",
+    "graphs/sites.py",
+)
 
 EP2 = TOPOLOGIES["ep2"]
 SLOTS = {"fsdp_double_buffer": True}
+SOME_BYTES = 60_000
+"""For the weights of all units, and for gradients of the first layer."""
 PARTS = {**SLOTS, "megatron_fsdp_enable_fine_grained_param_gather": True}
 
 
@@ -43,7 +64,7 @@ def weights_are_fresh() -> Iterator[None]:
         yield
 
 
-def with_graphs(trainer: TopologyTrainer) -> None:
+def with_graphs(trainer: Trainer | TopologyTrainer) -> None:
     for chunk in trainer.chunks:
         chunk.fake = FakeGraphs()
         put_graphs_into(chunk, chunk.fake)
@@ -85,6 +106,61 @@ ROWS = tuple(
         ("experts, allgather", replace(EP2, dispatcher="allgather"), SLOTS, weights_are_fresh),
         ("experts are units", EP2, PARTS, weights_are_fresh),
     )
+)
+
+
+def agreed(trainer: Trainer) -> None:
+    """A budget for all units is agreed on before the first step."""
+    agree_on(trainer.chunks, int(ALL_GIB * GIB))
+    with_graphs(trainer)
+
+
+def captures(pools: int, captured: int, eager: str = "") -> Any:
+    """Expects so many pools, and calls that were captured last; memory of others comes and goes.
+    eager: in the summary, that layers ran eagerly."""
+
+    def check(ours: Any, reference: Any, strategy: str) -> None:
+        (chunk,) = ours.chunks
+        graphs = chunk._layers
+        found = (chunk.fake.pools, graphs.captured, graphs.replayed > 0)
+        assert found == (pools, captured, True), found
+        assert eager in graphs.summary()
+        assert ("ran eagerly" in graphs.summary()) == bool(eager)
+        chunk.zero_grad_buffer()
+        fixed = {site.unit.ordinal for site in graphs._fixed}
+        assert len(fixed) == captured
+        for unit in chunk.engine.units:
+            for group in unit.groups:
+                assert bool(storage_bytes(group.grads.bucket.tensor)) == (unit.ordinal in fixed)
+
+    return check
+
+
+FOUND_CASE = {**KEPT_CASE, "fused": True}
+FOUND = Variant(
+    "a budget that is found",
+    (ZERO_3,),
+    case=FOUND_CASE,
+    ddp={BUDGET: AUTO},
+    around=partial(spare, int(ALL_GIB * GIB)),
+    begin=agreed,
+    drive=train_and_evaluate,
+    steps=4,
+    compare="bits",
+    reference={"strategy": ZERO_1, "ddp": {}},
+    expect=captures(pools=1, captured=4),
+)
+ROWS += (
+    FOUND,
+    FOUND.but("the same, one microbatch", case={**FOUND_CASE, "microbatches": 1}),
+    # From the fifth step on three layers fewer: the device has less memory than was agreed on.
+    FOUND.but(
+        "a budget that becomes less",
+        around=partial(spare, SOME_BYTES),
+        steps=7,
+        compare=NEAR,
+        expect=captures(2, 1, "3 ran eagerly: their units do not stay unsharded"),
+    ),
 )
 
 
