@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.unit import Unit
+from ..core.runtime.device import GATHER
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,7 +150,9 @@ def fix_memory(
     others. Must be called while no gradients are there. adds: as of `GradBuffers.write_by_graphs`.
     """
     units = {site.unit.ordinal: site.unit for site in sites}
+    engine.gather.follow_compute()
     for unit in units.values():
         groups = [group for site in chosen if site.unit is unit for group in site.groups]
-        engine.gather.keep_memory(unit, groups)
+        engine.runtime.submit(GATHER, partial(unit.keep_weight_memory, groups))
         unit.write_by_graphs(groups, adds)
+    engine.gather.quiesce()

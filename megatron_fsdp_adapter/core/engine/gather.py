@@ -474,12 +474,6 @@ class GatherPipeline:
         if self._unordered:
             self.quiesce()
 
-    def keep_memory(self, unit: Unit, groups: Collection[ParamGroup]) -> None:
-        """Keeps the memory of gathered weights of `groups` of `unit`, and of no others."""
-        self.follow_compute()
-        self.runtime.submit(GATHER, partial(unit.keep_weight_memory, groups))
-        self.runtime.follow(COMPUTE, GATHER)
-
     def unshard_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
         self._prefetch_each([self.units[ordinal] for ordinal in self.order.first()])
