@@ -157,6 +157,8 @@ class EngineConfig:
             main weights change, and not only until the unit has run.
         offload: main weights and optimizer state are in host memory. Main weights are not if they
             are compute weights too, or quantized ones are made of them (`MainWeights.is_on_host`).
+        host_rows: main weights are in host memory, in the rows of parameters that are sharded
+            already. So are the gradients that an optimizer reads, which steps there.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
         even_rows: each parameter is split into rows as torch's `Shard(0)` splits it, so that its
@@ -176,6 +178,7 @@ class EngineConfig:
     shard_outer: bool = False
     keep_derived: bool = False
     offload: bool = False
+    host_rows: bool = False
     even_rows: bool = False
     whole: tuple[str, ...] = ()
     weight_slots: bool = False

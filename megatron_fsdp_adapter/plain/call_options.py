@@ -32,6 +32,8 @@ class FullyShardOptions:
         reshards: whether weights are resharded after forward.
         kept_over: number of ranks over which they are sharded then; None for all.
         ignored: parameters that are not sharded.
+        offload: whether main weights are in host memory, and an optimizer steps there.
+        pins: whether that memory is page-locked, so that copies need not wait.
         device_type: type of the devices that have the shards.
         whole: the mesh of parameters that are DTensors over data-parallel dims, too.
     """
@@ -44,6 +46,7 @@ class FullyShardOptions:
     ignored: frozenset[nn.Parameter]
     device_type: str
     whole: WholeMesh | None = None
+    pins: bool = False
     kept_over: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +83,13 @@ class FullyShardOptions:
             compute_dtype=given.param_dtype,
             as_fsdp2=True,
         )
+
+    def keep(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a parameter, where they stay between passes."""
+        if not self.offload or rows.is_meta:
+            return rows
+        on_host = rows.cpu()
+        return on_host.pin_memory() if self.pins and rows.device.type != "cpu" else on_host
 
     def over(self, info: Any) -> FullyShardOptions:
         """These options over the ranks of `info`, a `FSDPMeshInfo` of torch."""

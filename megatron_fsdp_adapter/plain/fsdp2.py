@@ -319,8 +319,9 @@ def fully_shard(
             cut along dim 0 anyway. ValueError for a dim that the parameter has not, or another
             mesh.
         mp_policy: dtypes of the module.
-        offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
-            `fully_shard_optimizer` steps on the device, unit by unit.
+        offload_policy: with `CPUOffloadPolicy` parameters and gradients are in host memory, where
+            an optimizer steps. After `fully_shard_optimizer`, called before the model runs, it
+            steps on the device, unit by unit.
         ignored_params: are left as they are.
         dp_mesh_dims: which dims of a larger mesh are shards and replicas. Parameters are DTensors
             over the whole mesh, replicated over these dims.
@@ -343,6 +344,7 @@ def fully_shard(
         kept_over=kept_over,
         policy=mp_policy,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pins=getattr(offload_policy, "pin_memory", False),
         ignored=frozenset(ignored_params or ()),
         device_type=device_type_of(mesh),
         whole=whole_mesh(mesh, dp_mesh_dims),

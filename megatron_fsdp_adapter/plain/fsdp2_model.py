@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..build.building import build_engine, for_training, with_single_rank_domains
 from ..build.materialize import device_of_type, move, values_come_later
@@ -62,6 +63,8 @@ class Model:
     engine: UserLoopEngine | None = None
     # True if parameters are sharded only when the engine is made, and it is not being made yet.
     waits: bool = False
+    # True if an optimizer steps on the device, with parameters that are in host memory.
+    steps_on_device: bool = False
 
 
 @dataclass
@@ -121,11 +124,25 @@ def engine_of(module: Any) -> UserLoopEngine:
 
 
 def make_engines(params: Iterable[Any]) -> None:
-    """Makes the engines of models that have any of the sharded parameters `params`. Collective."""
+    """Makes the engines of models that have any of the sharded parameters `params`, for an
+    optimizer that steps on the device. Collective.
+
+    ValueError: an engine is there that has parameters in host memory for an optimizer of torch's.
+    """
     ids = {id(param) for param in params}
     for root in list(ROOTS):
-        if mark_on(root).model.engine is None and not ids.isdisjoint(known_params(root)):
+        if ids.isdisjoint(known_params(root)):
+            continue
+        model = mark_on(root).model
+        if model.engine is None:
+            model.steps_on_device = True
             engine_of(root)
+        elif model.engine.config.host_rows:
+            raise ValueError(
+                "offload_policy=CPUOffloadPolicy(): the model has run, with parameters in host "
+                "memory for an optimizer that steps there. Call fully_shard_optimizer before the "
+                "model first runs, or leave the call out"
+            )
 
 
 def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
@@ -157,7 +174,7 @@ def shard_now(
             by_ranks.setdefault(own, []).append(entry)
     made = {}
     for own, entries in by_ranks.items():
-        for one in shard_params(SUBJECT, entries, own.groups, own.domain, device):
+        for one in shard_params(SUBJECT, entries, own.groups, own.domain, device, own.keep):
             made[id(one.sharded)] = one
     return made
 
@@ -238,6 +255,8 @@ def _build(root: nn.Module) -> None:
             f"{unfilled[:4]}. Load a state dict, or call to_empty and initialize them, before "
             "the first forward"
         )
+    if mark_on(root).options.offload:
+        _refuse_device_rows(root)
     engine = _engine(root)
     model.engine = engine
     for child, mark in marked(root):
@@ -252,6 +271,19 @@ def _build(root: nn.Module) -> None:
             setting(engine, mark.unit)
         mark.settings.clear()
     announce(root, engine)
+
+
+def _refuse_device_rows(root: nn.Module) -> None:
+    """RuntimeError if sharded parameters are not in host memory, but are to be."""
+    names = []
+    for name, param in root.named_parameters():
+        if isinstance(param, DTensor) and param.device.type != "cpu":
+            names.append(name)
+    if names:
+        raise RuntimeError(
+            f"{SUBJECT}: offload_policy=CPUOffloadPolicy(), but {len(names)} parameters are on "
+            f"another device: {names[:4]}. Use to_empty(device='cpu') before the first forward"
+        )
 
 
 def divide_grads(module: Any, factor: float) -> None:
@@ -430,9 +462,11 @@ def _options_that_differ(options: Sequence[FullyShardOptions]) -> list[str]:
 
 def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConfig:
     """The engine's configuration. Each unit has a policy of its own, too."""
+    on_device = mark_on(root).model.steps_on_device
     return EngineConfig(
         strategy=STRATEGIES["optim_grads_params"],
         policy=mark_on(root).options.grads_policy,
-        offload=options[0].offload,
+        offload=options[0].offload and on_device,
+        host_rows=options[0].offload and not on_device,
         even_rows=True,
     )

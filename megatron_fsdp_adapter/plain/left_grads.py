@@ -4,7 +4,7 @@ by one that no hook of the engine has seen."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
@@ -54,3 +54,13 @@ def refuse_untaken(groups: Iterable[ParamGroup]) -> None:
                 f"the parameters {names[:4]}, and no other rank has it. Add its loss to the loss "
                 "of the model, and run one backward for both"
             )
+
+
+def forget_absent(dropped: Iterable[ParamPair], pairs: Sequence[ParamPair]) -> None:
+    """Forgets the gradients of groups of `dropped` all of whose parameters have none: the next
+    backward need not add to any. pairs: of all trained parameters."""
+    for group in {pair.group for pair in dropped}:
+        if not group.grads.is_summed and all(
+            pair.sharded.grad is None for pair in pairs if pair.group is group
+        ):
+            group.grads.drop(collected=False)

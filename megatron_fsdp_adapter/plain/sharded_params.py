@@ -12,7 +12,7 @@ with the memory that they have: views of it, such as state dicts of before, stay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -103,9 +103,11 @@ def shard_params(
     groups: MeshGroups,
     domain: ShardDomain,
     device: torch.device,
+    keep: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[ShardedParam]:
     """Puts sharded parameters in the place of those of `entries`. Collective, unless all are on the
-    meta device: all ranks get the rows of the first rank's values.
+    meta device: all ranks get the rows of the first rank's values. keep: brings a rank's rows to
+    where they stay.
 
     Raises:
         ValueError: the parameters of the ranks differ in names, shapes or dtypes.
@@ -121,8 +123,10 @@ def shard_params(
         if not local.is_meta:
             local = local.to(device)
             _broadcast(local, ranks)
-        make = _sharded_by_its_class if own_way else _sharded
-        sharded = make(entry, local, groups[0], domain)
+        if own_way:
+            sharded = _sharded_by_its_class(entry, local, groups[0], domain)
+        else:
+            sharded = _sharded(entry, local, groups[0], domain, keep)
         mark_as_part_of_buffer(sharded)
         give_address(sharded)
         if not own_way:  # as of torch's FSDP2, it has nothing of the class
@@ -180,7 +184,11 @@ def _sharded_by_its_class(
 
 
 def _sharded(
-    entry: ManagedParam, local: torch.Tensor, group: dist.ProcessGroup, domain: ShardDomain
+    entry: ManagedParam,
+    local: torch.Tensor,
+    group: dist.ProcessGroup,
+    domain: ShardDomain,
+    keep: Callable[[torch.Tensor], torch.Tensor],
 ) -> Any:
     """The sharded parameter of a plain one, or of a DTensor. Its rows of `local` have memory of
     their own."""
@@ -189,7 +197,7 @@ def _sharded(
     chunks = torch.chunk(whole, dist.get_world_size(group))
     rank = dist.get_rank(group)
     part = chunks[rank] if rank < len(chunks) else whole[:0]
-    rows = torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part)
+    rows = keep(torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part))
     placements = placements_over(domain.mesh)
     if isinstance(original, DTensor):
         made = dtensor_over(rows, *sharded_place(original, domain, placements))

@@ -25,8 +25,9 @@ from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
 from ..core.engine.unit import Unit
+from . import host_grads
 from .joined import JoiningParameters
-from .left_grads import Earlier, refuse_sums, refuse_untaken
+from .left_grads import Earlier, forget_absent, refuse_sums, refuse_untaken
 from .listed import tell_of_lists
 from .registered_methods import runs_registered_method
 
@@ -274,6 +275,7 @@ class UserLoopEngine(FsdpEngine):
         if len(absent) == len(self.trained):
             self.zero_grads()
             return
+        host_grads.store(self.trained, self.runtime)
         super().attach_grads()
         for pair in self._frozen_late:
             if pair.group.grads.state is not GradState.EMPTY:
@@ -282,12 +284,7 @@ class UserLoopEngine(FsdpEngine):
         dropped = [pair for pair in absent if pair.group not in self._zero_if_absent]
         for pair in dropped:
             pair.drop_grad()
-        # A group all of whose gradients are absent has none: the next backward need not add to any.
-        for group in {pair.group for pair in dropped}:
-            if not group.grads.is_summed and all(
-                pair.sharded.grad is None for pair in self.trained if pair.group is group
-            ):
-                group.grads.drop(collected=False)
+        forget_absent(dropped, self.trained)
         self._attached |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def divide_grads(self, groups: Sequence[ParamGroup], factor: float) -> None:

@@ -326,13 +326,17 @@ class GroupShards:
     def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
         """A released buffer with the elements of `held`. Its values, which are zero, are in host
         memory (`host`)."""
-        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
         made = self.buffer(self.held, dtype)
-        made.host = ShardedBuffer(
-            self.held, [self.held], self.runtime, dtype, memory=memory, is_zero=True
-        )
+        made.host = self.in_host_memory(dtype)
         made.release()
         return made
+
+    def in_host_memory(self, dtype: torch.dtype) -> ShardedBuffer:
+        """A buffer with the elements of `held`, which are zero, in host memory."""
+        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
+        return ShardedBuffer(
+            self.held, [self.held], self.runtime, dtype, memory=memory, is_zero=True
+        )
 
 
 ALIGNMENT = 512

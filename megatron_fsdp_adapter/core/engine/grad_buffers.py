@@ -156,6 +156,10 @@ class GradBuffers:
         policy = config.policy
         # The main gradients, valid between reduction and zeroing.
         self.main = shards.buffer(shards.full if self.is_kept else shards.inner, policy.grads_dtype)
+        # Copies of them in host memory, which the optimizer reads; None if it reads these.
+        self.host = shards.in_host_memory(policy.grads_dtype) if config.host_rows else None
+        # Whether they are there alone.
+        self.is_on_host = False
         # The buffer that is communicated. A reduction that does not end in the main gradients
         # leaves its result in the `inner` shard of it.
         self.bucket = self.main
@@ -291,6 +295,28 @@ class GradBuffers:
         if self._release_waits:
             self._release_main()
 
+    def copy_to_host(self) -> None:
+        """Copies them to host memory, on the current stream. `moved_to_host` follows."""
+        held = self.shards.held
+        for target, own in zip(self.host.items(held), self.main.items(held), strict=True):  # type: ignore[union-attr]
+            target.copy_(own, non_blocking=True)
+
+    def moved_to_host(self) -> None:
+        """Notes that they are in host memory, and gives back that of the device."""
+        self.is_on_host = True
+        if self._releases_main:
+            self.main.release()
+
+    def load_from_host(self) -> None:
+        """Brings them to the device, on the current stream, if they are in host memory."""
+        if not self.is_on_host:
+            return
+        held = self.shards.held
+        self.is_on_host = False
+        self.main.allocate()
+        for target, own in zip(self.main.items(held), self.host.items(held), strict=True):  # type: ignore[union-attr]
+            target.copy_(own, non_blocking=True)
+
     # From `.grad` of the unsharded parameters.
 
     def has_untaken(self) -> bool:
@@ -383,7 +409,8 @@ class GradBuffers:
         if (self.has_more and collected) or self.state is GradState.ACCUMULATED:
             buffers.append(self.collected.params)
         if self.state in REDUCED_STATES:
-            buffers.append(self.main.items(self.shards.held))
+            there = self.host if self.is_on_host and self.host else self.main
+            buffers.append(there.items(self.shards.held))
         for items in buffers:
             torch._foreach_zero_([items[index] for index in indices])
 
@@ -394,6 +421,7 @@ class GradBuffers:
     def drop(self, collected: bool = True) -> None:
         """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the
         unsharded parameters, and sums beside reduced gradients."""
+        self.is_on_host = False
         if self.has_more and not collected:
             self.has_more = False
             self.advance(GradState.ACCUMULATED)

@@ -105,7 +105,15 @@ class ParamGroup:
         dict of before the first forward."""
         if len(rows) < len(self.managed) or self.key.quantized or self._main_is_on_host():
             return False
-        return all(row.dtype == self._main_dtype() for row in rows.values())
+        device = self.shards.runtime.device.type
+        are_here = all(row.device.type == device for row in rows.values())
+        are_used = are_here or self.config.host_rows
+        return are_used and all(row.dtype == self._main_dtype() for row in rows.values())
+
+    @property
+    def _computes_with_rows(self) -> bool:
+        """True if the rows that sharded parameters have may be the compute weights."""
+        return self.is_single_rank and not self.config.host_rows
 
     def _build_weights(
         self,
@@ -127,7 +135,7 @@ class ParamGroup:
             is_gathered=self.shards.splits_axis and not self.is_single_rank,
             quantized=quantized,
             without_values=rows,
-            own_rows=self._own_rows if self.is_single_rank else None,
+            own_rows=self._own_rows if self._computes_with_rows else None,
         )
         # The weights that the optimizer updates.
         self.main: Any = MainWeights(
@@ -181,7 +189,7 @@ class ParamGroup:
             return self.shards.offloaded(dtype)
         is_plain = self.key.quantized is None
         same = is_plain and dtype == self.key.dtype and self.weights.is_kept
-        if self._own_rows is not None and not (same and self.is_single_rank):
+        if self._own_rows is not None and not (same and self._computes_with_rows):
             return buffer_of_rows(self.shards, self._own_rows)
         if same:
             return self.weights.unsharded[0]

@@ -179,6 +179,8 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 made = as_dtensor(rows, group, index)
                 sharded = nn.Parameter(made, requires_grad=trainable)
             else:
+                if sharded.device.type != rows.device.type:
+                    _report_device_of(sharded, rows)
                 sharded._local_tensor = rows
             if group.main.is_on_host:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
@@ -190,7 +192,8 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
             elif trainable:
                 spec = sharded._spec
                 place = (spec.mesh, spec.placements, spec.shape, spec.stride)
-                grad = dtensor_over(group.grads.main.items(held)[index], *place)
+                own = group.grads.host or group.grads.main
+                grad = dtensor_over(own.items(held)[index], *place)
             for value in (sharded, grad):
                 if value is not None:
                     mark_as_part_of_buffer(value)
@@ -198,6 +201,15 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 sharded.grad_dtype = grad.dtype
             pairs.append(ParamPair(managed, group, index, sharded, grad))
     return pairs
+
+
+def _report_device_of(sharded: Any, rows: torch.Tensor) -> None:
+    """Makes a sharded parameter report the device of `rows`."""
+    spec = sharded._spec
+    made = dtensor_over(rows, spec.mesh, spec.placements, spec.shape, spec.stride)
+    marks = dict(vars(sharded))
+    torch.utils.swap_tensors(sharded, nn.Parameter(made, sharded.requires_grad))
+    vars(sharded).update(marks)
 
 
 class ParameterSwitch:

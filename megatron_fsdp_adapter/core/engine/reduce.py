@@ -320,6 +320,7 @@ class ReducePipeline:
         """
         for group in groups:
             grads = group.grads
+            grads.load_from_host()
             if grads.reduced_hook is not None:
                 continue
             is_alone = group.is_single_rank and grads.is_kept and not grads.keeps_sums
@@ -380,6 +381,8 @@ class ReducePipeline:
         transient = [group for group in groups if group.grads.has_transient_bucket]
         if any(group.grads.is_kept for group in transient):
             self._make_room(transient)
+        for group in groups:
+            group.grads.load_from_host()
         self._take_back([group for group in groups if group.grads.has_more])
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:

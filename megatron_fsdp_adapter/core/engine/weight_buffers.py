@@ -191,6 +191,10 @@ class MainWeights:
         self._segments = self.buffer.segments(shards.held)  # what is cast
         self._targets = weights.parts_like(self.buffer)  # what that is cast to
         self._cast = copies_to(self._targets)  # casts it
+        # Whether it is in host memory, and that on the device.
+        self._is_elsewhere = bool(self._targets) and (
+            self._targets[0].device.type != self._segments[0].device.type
+        )
         has_values = self.is_compute_weight or not self.buffer.has_padding
         if self._targets and not has_values:
             copy_each(self._segments, self._targets)
@@ -233,7 +237,11 @@ class MainWeights:
         if self.is_compute_weight or not self._targets:
             return
         if not (self.is_on_host and self.is_cast):
-            self._cast(self._segments)
+            segments = self._segments
+            if self._is_elsewhere:  # a copy that casts too would cast on the host, and wait
+                device = self._targets[0].device
+                segments = [one.to(device, non_blocking=True) for one in segments]
+            self._cast(segments)
         self.is_cast = True
 
     def write_weights_from_device(self) -> None:
