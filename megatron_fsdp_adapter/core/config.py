@@ -233,17 +233,21 @@ class EngineConfig:
         return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
 
     def for_group(
-        self, strategy: Strategy | None, domain: str, policy: MixedPrecisionPolicy | None = None
+        self,
+        strategy: Strategy | None,
+        domain: str,
+        policy: MixedPrecisionPolicy | None = None,
+        in_bucket: bool = False,
     ) -> EngineConfig:
         """`for_unit`, for the unit's groups in the domain of this name. A domain of one rank
-        communicates nothing over its shard axis, so nothing is cast or made ready for that, except
-        where torch's FSDP2 rounds gradients to another dtype.
+        communicates nothing over its shard axis, so nothing is cast or made ready for that.
 
-        policy: of these groups; None for the engine's."""
+        policy: of these groups; None for the engine's. in_bucket: a domain of one rank collects
+            gradients in buckets all the same."""
         policy = policy or self.policy
         if domain not in self.whole:
             return replace(self.for_unit(strategy), policy=policy)
-        if policy.as_fsdp2 and policy.comm_dtype != policy.grads_dtype:
+        if in_bucket:
             return replace(self.for_unit(STRATEGIES["optim_grads"]), policy=policy)
         return replace(
             self.for_unit(STRATEGIES["optim"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
 
@@ -151,6 +152,16 @@ def test_units_have_their_own_dtypes(rank: int, dtypes: Sequence[Dtypes]) -> Non
 @on_ranks(2)
 def test_every_product_of_dtypes(rank: int, dtypes: Dtypes) -> None:
     assert not differing([dtypes] * 3, rank)
+
+
+@pytest.mark.parametrize("dtypes", [(ALIKE[0],) * 3, MIXED[0], MIXED[2]], ids=str)
+@pytest.mark.parametrize("world", (2, 4))
+@on_ranks()
+def test_replicas_sum_in_the_dtypes_of_torchs_function(
+    rank: int, world: int, dtypes: Sequence[Dtypes]
+) -> None:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+    assert not differing(dtypes, rank, mesh=mesh)
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, BF16, None), (BF16, None, FP32)], ids=str)

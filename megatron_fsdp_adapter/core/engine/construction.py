@@ -133,12 +133,18 @@ def unit_slots(
     return list(zip(of_weights, of_buckets, strict=True))
 
 
-def config_of(plan: UnitPlan, key: GroupKey, config: EngineConfig) -> EngineConfig:
-    """The configuration of one group of the unit of `plan`."""
+def config_of(
+    plan: UnitPlan, key: GroupKey, config: EngineConfig, domain: ShardDomain
+) -> EngineConfig:
+    """The configuration of one group of the unit of `plan`, in its domain."""
     policy = plan.policy or config.policy
     if key.requires_grad:
         policy = policy.of_params(key.own_dtype, key.dtype)
-    return config.for_group(plan.strategy, key.domain, policy)
+    # Where torch's FSDP2 rounds gradients, or reduces those of a backward before it adds them.
+    is_apart = policy.comm_dtype != policy.grads_dtype or domain.outer is not None
+    return config.for_group(
+        plan.strategy, key.domain, policy, in_bucket=policy.as_fsdp2 and is_apart
+    )
 
 
 def build_units(
@@ -169,7 +175,7 @@ def build_units(
                 managed=managed,
                 layout=plan.layouts[key],
                 domain=domains[key.domain],
-                config=config_of(plan, key, config),
+                config=config_of(plan, key, config, domains[key.domain]),
                 runtime=runtime,
                 slots=(Slot(), Slot()) if alone else slots[ordinal],
                 quantized=quantized if key.quantized else None,
@@ -198,7 +204,7 @@ def domain_reduces(
     for name, domain in domains.items():
         own = config.for_group(None, name)
         way = own.reduce_scatter if own.strategy.shard_main else ALL_REDUCE
-        if name in config.whole:
+        if name in config.whole and not config.policy.as_fsdp2:
             way = ALONE
         found[name] = DomainReduce(
             REDUCED, communicators[name], way, scale=domain.grad_scale, received=received

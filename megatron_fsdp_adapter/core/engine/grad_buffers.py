@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
-from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.config import FURTHER_DTYPES, EngineConfig
 
 from .buffer import GroupShards, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
 from .partition import ManagedParam, unchecked
@@ -123,6 +123,10 @@ class GradBuffers:
         self.state = GradState.EMPTY
         # Whether the bucket has sums of this rank that come after gradients that were reduced.
         self.has_more = False
+        # Whether `partial` has sums over the shard axis, and whether they come after gradients that
+        # are finished, in the main gradients.
+        self.has_partial = False
+        self.has_earlier = False  # see above
         # Whether main gradients are released when they are forgotten.
         self._releases_main = one_rank or config.strategy.shard_grads
         # Whether backward adds up microbatches in `collected`, which is then reduced once a step.
@@ -142,7 +146,7 @@ class GradBuffers:
         self.given = frozenset[int]()
         # Changes in place what comes out of the reduction over the last axis, a mean over ranks.
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
-        self._build(managed, config)
+        self._build(managed, config, outer)
         # Whether the bucket can keep sums beside reduced gradients, as under torch's FSDP2.
         self.keeps_beside = config.policy.as_fsdp2 and self._collects_in_bucket
         # Transitions that are legal (`advance`).
@@ -150,7 +154,7 @@ class GradBuffers:
             one_rank, outer, shards.splits_outer, self.keeps_beside
         )
 
-    def _build(self, managed: Sequence[ManagedParam], config: EngineConfig) -> None:
+    def _build(self, managed: Sequence[ManagedParam], config: EngineConfig, outer: bool) -> None:
         shards = self.shards
         layout = shards.full.layout
         policy = config.policy
@@ -167,6 +171,11 @@ class GradBuffers:
             dtype = bucket_dtype(layout, policy.comm_dtype, config.narrows_buckets)
             memory = self.slot.take(layout.total_numel * dtype.itemsize)
             self.bucket = shards.buffer(shards.full, dtype, memory=memory)
+        # Sums over the shard axis that are to be reduced over the outer axis, before torch's FSDP2
+        # adds them to gradients, or casts them.
+        self.partial: ShardedBuffer | None = None
+        if policy.as_fsdp2 and outer and not shards.splits_outer and not self.is_kept:
+            self.partial = shards.buffer(shards.inner, self.bucket.dtype)
         # The buffer that backward's gradients are written to.
         self.collected = self.main if self.is_kept else self.bucket
         writers = [entry.writer for entry in managed]
@@ -243,6 +252,25 @@ class GradBuffers:
         """True if gradients are collected in the dtype in which autograd leaves them."""
         return all(param.dtype == self.collected.tensor.dtype for param in self._params)
 
+    @property
+    def takes_partial(self) -> bool:
+        """True if the next reduction over the shard axis is to give sums in `partial`."""
+        if self.partial is None:
+            return False
+        dtype = self.partial.dtype
+        is_cast = dtype != self.main.dtype or dtype in FURTHER_DTYPES
+        return is_cast or self.has_partial or self.state is GradState.FINISHED
+
+    def reduced_to_partial(self) -> None:
+        """Notes that sums over the shard axis are in `partial`."""
+        self.has_earlier |= self.state is GradState.FINISHED
+        self.has_partial = True
+
+    def partial_finished(self) -> None:
+        """Notes that the sums of `partial` are in the main gradients."""
+        self.has_partial = False
+        self.has_earlier = False
+
     def keep(self, kept: bool) -> None:
         """Keeps gradients over microbatches from now on, or no longer, if `can_be_kept`."""
         if self.can_be_kept:
@@ -273,7 +301,13 @@ class GradBuffers:
 
     def _release(self) -> None:
         self.release_bucket()
+        self.release_partial()
         self._release_main()
+
+    def release_partial(self) -> None:
+        """Releases `partial`, if it has no sums."""
+        if self.partial is not None and not self.has_partial:
+            self.partial.release()
 
     def _release_main(self) -> None:
         # Gradients that an update may read wait for `were_read`.
@@ -408,7 +442,9 @@ class GradBuffers:
         buffers = []
         if (self.has_more and collected) or self.state is GradState.ACCUMULATED:
             buffers.append(self.collected.params)
-        if self.state in REDUCED_STATES:
+        if self.has_partial and collected:
+            buffers.append(self.partial.items(self.shards.held))  # type: ignore[union-attr]
+        if self.state in REDUCED_STATES and (self.has_earlier or not self.has_partial):
             there = self.host if self.is_on_host and self.host else self.main
             buffers.append(there.items(self.shards.held))
         for items in buffers:
@@ -422,6 +458,10 @@ class GradBuffers:
         """Forgets the step's gradients, whatever state they are in. collected: also `.grad` of the
         unsharded parameters, and sums beside reduced gradients."""
         self.is_on_host = False
+        if self.has_partial and not collected:
+            self.has_earlier = False
+            return
+        self.partial_finished()
         if self.has_more and not collected:
             self.has_more = False
             self.advance(GradState.ACCUMULATED)

@@ -17,8 +17,9 @@ for the whole reduce stream was rejected, as it would wait for the reduction jus
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,8 +128,10 @@ class ReducePipeline:
         self.outer = outer  # by domain, how they are reduced over the outer axis
         self.log = log  # notes every reduction
         self.check = check  # looks at gradients before they are communicated
-        # Reductions of groups, by identity and `adds`; made once.
-        self._reductions: dict[tuple[int, bool], Reduction] = {}
+        # Reductions of groups, by identity, `adds` and `is_partial`; made once.
+        self._reductions: dict[tuple[int, bool, bool], Reduction] = {}
+        # Groups whose partial sums were reduced over the outer axis, and may be released.
+        self._partial: list[ParamGroup] = []
         # Launched reductions that may still read their buckets, oldest first.
         self._in_flight: deque[InFlight] = deque()
         # Whether backwards of this step reduce over outer axes, unit by unit. A rank without
@@ -152,13 +155,14 @@ class ReducePipeline:
                 )
         for group in groups:
             self._scales[id(group)] = scale
-            for adds in (False, True):
-                self._reductions.pop((id(group), adds), None)
+            for adds, is_partial in itertools.product((False, True), repeat=2):
+                self._reductions.pop((id(group), adds, is_partial), None)
 
-    def _way(self, group: ParamGroup) -> DomainReduce:
+    def _way(self, group: ParamGroup, is_partial: bool = False) -> DomainReduce:
         """The reduction of `group` over the shard axis."""
         way = self.domains[group.key.domain]
-        return way.of(group.config, self._scales.get(id(group), way.scale))
+        way = way.of(group.config, self._scales.get(id(group), way.scale))
+        return way.to_partial(group.config.policy.comm_dtype) if is_partial else way
 
     def repeat_outer(self) -> None:
         """Lets further backwards follow a reduction over an outer axis."""
@@ -279,12 +283,14 @@ class ReducePipeline:
         for group in groups:
             buffer = group.grads.take_late()
             buffers.append(buffer)
+            is_partial = group.grads.has_partial
             reduction = Reduction(
                 group,
-                self._way(group),
+                self._way(group, is_partial),
                 segments=buffer.segments(group.shards.full),
                 results=buffer.segments(group.shards.inner),
                 adds=True,
+                is_partial=is_partial,
             )
             late.append(reduction)
             reduction.scale_segments()
@@ -336,17 +342,16 @@ class ReducePipeline:
     def _can_take_back(self, group: ParamGroup) -> bool:
         """True if a reduction over the outer axis may be taken back."""
         grads = group.grads
-        if not self.repeats_outer or grads.reduced_hook is not None:
+        if not self.repeats_outer or grads.is_kept or grads.partial is not None:
             return False
-        return not group.shards.splits_outer and (grads.keeps_sums or not grads.is_kept)
+        return not group.shards.splits_outer
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         for group in groups:
             grads = group.grads
             in_main = grads.is_kept and not grads.keeps_sums
             too_late = REDUCED_STATES if in_main else FINISHED_STATES
-            will_be_taken_back = grads.keeps_sums and self._can_take_back(group)
-            if grads.state in too_late and not will_be_taken_back:
+            if grads.state in too_late and grads.partial is None:
                 raise RuntimeError(
                     f"unit {unit.name}: a backward ran after this step's gradients had been "
                     "reduced. Run all backwards of a step but the last under no_sync(), and set "
@@ -383,13 +388,15 @@ class ReducePipeline:
             self._make_room(transient)
         for group in groups:
             group.grads.load_from_host()
-        self._take_back([group for group in groups if group.grads.has_more])
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:
             grads = reduction.group.grads
             grads.fill_bucket()
             reduction.scale_segments()
             grads.main.allocate()
+            if reduction.is_partial:
+                grads.partial.allocate()  # type: ignore[union-attr]
+                grads.reduced_to_partial()
             grads.advance(GradState.REDUCED)
             grads.has_more = False
         self.runtime.follow(REDUCE, COMPUTE)
@@ -401,18 +408,20 @@ class ReducePipeline:
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
         grads = group.grads
-        adds = grads.state in REDUCED_STATES
-        known = self._reductions.get((id(group), adds))
+        is_partial = grads.takes_partial
+        adds = grads.has_partial if is_partial else grads.state in REDUCED_STATES
+        known = self._reductions.get((id(group), adds, is_partial))
         if known is None:
             known = Reduction(
                 group,
-                self._way(group),
+                self._way(group, is_partial),
                 segments=grads.bucket.segments(group.shards.full),
                 results=grads.bucket.segments(group.shards.inner),
                 adds=adds,
+                is_partial=is_partial,
                 in_slot=grads.slot.memory is not None,
             )
-            self._reductions[id(group), adds] = known
+            self._reductions[id(group), adds, is_partial] = known
         return known
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
@@ -420,16 +429,29 @@ class ReducePipeline:
 
         Runs once a step: the outer axis is the slow network, and a sum cannot be taken back."""
         parts = []
+        after: list[Callable[[], None]] = []
         for group in groups:
             grads = group.grads
             how = self.outer.get(group.key.domain)
-            if how is not None and grads.state is GradState.REDUCED:
-                grads.advance(GradState.FINISHED)
-                parts.append(Reduction(group, how, grads.inner_segments, grads.held_segments))
+            if how is None or grads.state is not GradState.REDUCED:
+                continue
+            segments, results = grads.inner_segments, grads.held_segments
+            if grads.has_partial:
+                segments = grads.partial.segments(group.shards.inner)  # type: ignore[union-attr]
+                results = segments
+            part = Reduction(group, how, segments, results)
+            parts.append(part)
+            grads.advance(GradState.FINISHED)
+            if grads.reduced_hook is not None:
+                after.append(part.run_hook)
+            if grads.has_partial:
+                scale = self._way(group).after_outer(group.config.policy.comm_dtype)
+                after.append(functools.partial(part.add_partial, scale, grads.has_earlier))
+                grads.partial_finished()
+                self._partial.append(group)
         if parts:
             launch = functools.partial(self._communicate, parts)
-            hooks = [part.run_hook for part in parts if part.group.grads.reduced_hook is not None]
-            self.runtime.submit(REDUCE, launch, *hooks)
+            self.runtime.submit(REDUCE, launch, *after)
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Launches reductions over one axis."""
@@ -469,3 +491,6 @@ class ReducePipeline:
         """Orders the compute stream behind every reduction and frees all buckets."""
         self.retire_all()
         self.runtime.follow(COMPUTE, REDUCE)
+        for group in self._partial:
+            group.grads.release_partial()
+        self._partial.clear()

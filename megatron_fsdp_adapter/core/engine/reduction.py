@@ -66,6 +66,15 @@ class DomainReduce:
         same = comm == main
         return replace(self, writes_main=same, scale=scale / before, scaled=scaled, before=before)
 
+    def to_partial(self, dtype: torch.dtype) -> DomainReduce:
+        """This way, if it gives sums in `dtype` that are still to be reduced over an outer axis. As
+        torch's FSDP2, it leaves a part of the factor to be applied after that (`after_outer`)."""
+        return replace(self, writes_main=True, scale=self.scale / self.after_outer(dtype))
+
+    def after_outer(self, dtype: torch.dtype) -> float:
+        """The factor on partial sums in `dtype` after a reduction over an outer axis."""
+        return self.scale if dtype in FURTHER_DTYPES else 1.0
+
     def factor(self, place: Scaled) -> float:
         """The factor to apply at `place`."""
         own = self.scale if place is self.scaled else 1.0
@@ -96,6 +105,8 @@ class Reduction:
     results: Sequence[torch.Tensor]
     # Whether main gradients hold what came before in this step, to which the result is added.
     adds: bool = False
+    # Whether what comes out is to be in `GradBuffers.partial`, and not in the main gradients.
+    is_partial: bool = False
     # Whether `segments` lie in a slot, which may be registered with NCCL.
     in_slot: bool = False
 
@@ -110,8 +121,11 @@ class Reduction:
 
     @functools.cached_property
     def main(self) -> Sequence[torch.Tensor]:
-        """The main gradients that the result is put into or added to."""
-        return self.group.grads.inner_segments
+        """The main gradients that the result is put into or added to, or partial ones."""
+        grads = self.group.grads
+        if self.is_partial:
+            return grads.partial.segments(grads.shards.inner)  # type: ignore[union-attr]
+        return grads.inner_segments
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
@@ -155,6 +169,16 @@ class Reduction:
         if not reduce.writes_main:
             self._copy_to_main(self.results)
         scale_each(self.main, reduce.factor(Scaled.MAIN))
+
+    def add_partial(self, scale: float, adds: bool) -> None:
+        """Casts what came out of a reduction of partial sums over an outer axis, times `scale`, to
+        the main gradients. adds: they have gradients, to which it is added."""
+        for main, result in zip(self.group.grads.inner_segments, self.results, strict=True):
+            if adds:
+                self._add(main, result, scale)
+            else:
+                scale_each([result], scale)
+                main.copy_(result)
 
     def _add(self, main: torch.Tensor, result: torch.Tensor, scale: float) -> None:
         """Adds the result of a segment to the main gradients. FSDP2 rounds it to their dtype before
