@@ -324,8 +324,7 @@ class GroupShards:
         return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
 
     def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
-        """A released buffer with the elements of `held`. Its values, which are zero, are in host
-        memory (`host`)."""
+        """A released buffer of `held`, whose values, which are zero, are in host memory (`host`)."""
         made = self.buffer(self.held, dtype)
         made.host = self.in_host_memory(dtype)
         made.release()
@@ -333,10 +332,9 @@ class GroupShards:
 
     def in_host_memory(self, dtype: torch.dtype) -> ShardedBuffer:
         """A buffer with the elements of `held`, which are zero, in host memory."""
-        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
-        return ShardedBuffer(
-            self.held, [self.held], self.runtime, dtype, memory=memory, is_zero=True
-        )
+        held = self.held
+        memory = self.runtime.host_memory(held.layout.shard_numel * dtype.itemsize)
+        return ShardedBuffer(held, [held], self.runtime, dtype, memory=memory, is_zero=True)
 
 
 ALIGNMENT = 512
