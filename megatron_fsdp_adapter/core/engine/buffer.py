@@ -324,7 +324,7 @@ class GroupShards:
         return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
 
     def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
-        """A released buffer of `held`, whose values, which are zero, are in host memory (`host`)."""
+        """A released buffer of `held`, whose values are zero and in host memory (`host`)."""
         made = self.buffer(self.held, dtype)
         made.host = self.in_host_memory(dtype)
         made.release()
