@@ -127,11 +127,16 @@ def captures(pools: int, captured: int, eager: str = "") -> Any:
         assert eager in graphs.summary()
         assert ("ran eagerly" in graphs.summary()) == bool(eager)
         chunk.zero_grad_buffer()
+        chunk.stop_communication()  # weights that an evaluation has left go
         fixed = {site.unit.ordinal for site in graphs._fixed}
         assert len(fixed) == captured
+        ahead = chunk.engine.order.first()  # gathered for the next forward
         for unit in chunk.engine.units:
+            stays = unit.ordinal in fixed
             for group in unit.groups:
-                assert bool(storage_bytes(group.grads.bucket.tensor)) == (unit.ordinal in fixed)
+                assert bool(storage_bytes(group.grads.bucket.tensor)) == stays
+                for weights in group.weights.unsharded if unit.ordinal not in ahead else ():
+                    assert bool(storage_bytes(weights.tensor)) == stays
 
     return check
 
