@@ -114,12 +114,9 @@ class FlatBuffer:
         memory: torch.Tensor | None = None,
         is_zero: bool = False,
     ) -> None:
-        # Takes and gives the storage.
-        self.runtime = runtime
-        # Whether it lies in given memory.
-        self.in_slot = memory is not None
-        # Whether its storage stays for good (`keep_storage`).
-        self.fixed = self.in_slot
+        self.runtime = runtime  # takes and gives the storage
+        self.in_slot = memory is not None  # whether it lies in given memory
+        self.fixed = self.in_slot  # whether its storage stays (`keep_storage`)
         # Whether the contents count, since it was last released.
         self._in_use = True
         # Pages are locked while this object lives; views do not hold it.
