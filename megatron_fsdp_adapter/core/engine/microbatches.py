@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .step import Last
@@ -12,7 +12,7 @@ from .unit import Unit
 class Microbatches:
     """Base class of the engine."""
 
-    units: Sequence[Unit]
+    units: list[Unit]
     """In module order."""
 
     def __init__(self) -> None:

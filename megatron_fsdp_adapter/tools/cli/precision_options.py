@@ -66,7 +66,8 @@ def precision(given: Mapping[str, Any]) -> Precision:
     dtypes = []
     for option, default in zip(POLICY_OPTIONS, ("fp32", "none", "none"), strict=True):
         dtypes.append(POLICY_DTYPES[given.get(option, default)])
-    policy = MixedPrecisionPolicy(*dtypes)
+    main, grads, comm = dtypes
+    policy = MixedPrecisionPolicy(main, grads, comm)
     offloads = ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
     return Precision(
         policy.main_params_dtype,
