@@ -163,6 +163,8 @@ class EngineConfig:
             domain that has one; otherwise its instances hold the same (HSDP).
         even_rows: each parameter is split into rows as torch's `Shard(0)` splits it, so that its
             shard is a DTensor of torch's. Otherwise parameters are packed into few segments.
+        units_switch: modules show unsharded parameters only while their own unit is unsharded.
+            Otherwise all modules of the model do, from the start of a forward.
         whole: names of domains whose shard axis has one rank, in order. This rank has everything
             there: compute weights are kept, and backward adds to the main gradients. Those are
             released between steps, as shards are.
@@ -180,6 +182,7 @@ class EngineConfig:
     offload: bool = False
     host_rows: bool = False
     even_rows: bool = False
+    units_switch: bool = False
     whole: tuple[str, ...] = ()
     weight_slots: bool = False
     bucket_slots: bool = False

@@ -31,6 +31,7 @@ class FullyShardOptions:
         mesh: the mesh that parameters show; None if the engine makes one of `groups`.
         reshards: whether weights are resharded after forward.
         kept_over: number of ranks over which they are sharded then; None for all.
+        is_auto: whether the call left that open, so that the root's stay.
         ignored: parameters that are not sharded.
         offload: whether main weights are in host memory, and an optimizer steps there.
         pins: whether that memory is page-locked, so that copies need not wait.
@@ -41,6 +42,7 @@ class FullyShardOptions:
     groups: MeshGroups
     mesh: DeviceMesh | None
     reshards: bool
+    is_auto: bool
     policy: MixedPrecisionPolicy
     offload: bool
     ignored: frozenset[nn.Parameter]

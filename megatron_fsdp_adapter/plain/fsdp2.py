@@ -89,12 +89,12 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters: the same DTensors each time, except while a forward or backward
-        runs, or `unshard` holds weights. Then they are the unsharded parameters."""
+        """Names and parameters: the same DTensors each time, but for unsharded parameters of the
+        modules of which a forward or backward runs, or of which `unshard` holds weights."""
         model = mark_on(self).model
         if model.engine is None and model.waits:
             engine_of(self)
-        if model.engine is not None and not model.engine.gather.holds_any:
+        if model.engine is not None:
             model.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
@@ -113,32 +113,22 @@ class FSDP2Module(NotCopyable, FSDPModule):
         return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the module's weights; not those of modules in it. Holds them until `reshard`, or
-        until the module's next forward ends. Until then all modules show unsharded parameters. With
-        `async_op` it returns at once, and the handle's `wait` waits for the gather."""
+        """Gathers the module's weights; not those of modules in it. Holds them, and has the module
+        show unsharded parameters, until `reshard`, or until its next forward ends. With `async_op`
+        it returns at once, and the handle's `wait` does that."""
         engine = engine_of(self)
-        gather = engine.gather
         unit = mark_on(self).unit
-        engine.to_unsharded()
-        gather.hold_once(unit)
-        gather.prefetch(unit)
+        engine.hold_unsharded(unit)
         handle = UnshardHandle()
-        handle.wait = functools.partial(gather.unshard, unit, prefetches=False)  # type: ignore[method-assign]
+        handle.wait = functools.partial(engine.show_unsharded, unit)  # type: ignore[method-assign]
         if async_op:
             return handle
         handle.wait()
         return None
 
     def reshard(self) -> None:
-        """Releases what `unshard` holds. Parameters are DTensors again, unless a pass runs or other
-        modules are held."""
-        engine = engine_of(self)
-        gather = engine.gather
-        unit = mark_on(self).unit
-        gather.unhold_once(unit)
-        gather.reshard(unit)
-        if not gather.holds_any:
-            engine.show_between_passes()
+        """Releases what `unshard` holds: the module's parameters are DTensors again."""
+        engine_of(self).release(mark_on(self).unit)
 
     def reset_iter_state(self) -> None:
         """Forgets a forward or backward that raised, with its gradients."""
@@ -171,9 +161,11 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward,
         and after each backward of a step but the last."""
+        stays = not reshard_after_forward
 
         def setting(engine: Any, unit: Any) -> None:
-            unit.stay(not reshard_after_forward)
+            unit.stay(stays)
+            unit.stay_shown(forward=stays)
             engine.gather.keep_over(unit, {})
 
         set_on(self, recurse, setting)
@@ -181,8 +173,11 @@ class FSDP2Module(NotCopyable, FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Does what `set_reshard_after_forward` does: one setting is for both."""
-        self.set_reshard_after_forward(reshard_after_backward, recurse)
+        """Does what `set_reshard_after_forward` does, as one setting is for both, but for the
+        parameters that modules show."""
+        stays = not reshard_after_backward
+        set_on(self, recurse, lambda engine, unit: unit.stay(stays))
+        set_on(self, recurse, lambda engine, unit: unit.stay_shown(backward=stays))
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -342,6 +337,7 @@ def fully_shard(
         mesh=data_parallel_mesh(mesh, dp_mesh_dims),
         reshards=reshards,
         kept_over=kept_over,
+        is_auto=reshard_after_forward is None,
         policy=mp_policy,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         pins=getattr(offload_policy, "pin_memory", False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -397,8 +396,7 @@ def _plans(root: nn.Module, domains: ModelDomains) -> list[UnitPlan]:
 
 
 def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Sets the unit of each mark. Parameters of units whose weights stay after forward get the
-    function that gathers them."""
+    """Sets the unit of each mark, and what its modules show after forward."""
     for _, mark in marked(root):
         mark.unit = engine.root
     for unit, plan in zip(engine.units, plans, strict=True):
@@ -410,23 +408,8 @@ def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan
                 for group in unit.groups:
                     fewer[group.key.domain] = fewer_ranks(group.domain.axis.group, kept_over)
                 engine.gather.keep_over(unit, fewer)
-        if plan.strategy is not None:  # its weights stay after forward
-            gathers = functools.partial(_gathers_for_read, weakref.ref(engine), unit.ordinal)
-            for group in unit.groups:
-                if group.key.extended:  # before the first gather there is nothing to read
-                    continue
-                for entry in group.managed:
-                    entry.in_module._fsdp_reach = gathers  # type: ignore[attr-defined]
-
-
-def _gathers_for_read(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
-    """Gathers a unit, if a forward runs; True if so. For weights that are read without a call of
-    their module: by a loss that computes with the weight of an output layer, for example."""
-    alive = engine()
-    if alive is None or alive.step.running is None:
-        return False
-    alive.gather.unshard(alive.units[ordinal], prefetches=False)
-    return True
+        options = mark_on(root if plan.module is None else plan.module).options
+        unit.stay_shown(forward=not options.reshards or (unit is engine.root and options.is_auto))
 
 
 def _joined_by_call(root: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitPlan]:
@@ -469,4 +452,5 @@ def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConf
         offload=options[0].offload and on_device,
         host_rows=options[0].offload and not on_device,
         even_rows=True,
+        units_switch=True,
     )

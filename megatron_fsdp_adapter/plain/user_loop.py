@@ -16,35 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.engine import hooks
-from ..core.engine.engine import FsdpEngine
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair, refuse_assigned_data
 from ..core.engine.partition import unchecked
 from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
-from ..core.engine.unit import Unit
 from . import host_grads
 from .joined import JoiningParameters
 from .left_grads import Earlier, forget_absent, refuse_sums, refuse_untaken
-from .listed import tell_of_lists
 from .registered_methods import runs_registered_method
+from .shown import ShowingEngine
 
 
-class UserLoopEngine(FsdpEngine):
+class UserLoopEngine(ShowingEngine):
     """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
 
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
-        # While sharded parameters are shown although a pass is not over: how often each was written
-        # when that began. None at other times.
-        self._writes_when_shown: list[int] | None = None
         # True if the last forward began with gradients attached, so that a step may follow it.
         self._step_may_follow = False
-        self.is_made = False  # before that its attributes are not there
-        tell_of_lists(module, self, UserLoopEngine.before_list)
         super().__init__(module, *args, **options)
-        self.is_made = True
         self._joining = JoiningParameters(module)  # of which none may be trained
         if self.quantization is not None:
             self.quantization.expect_writes()
@@ -83,8 +74,7 @@ class UserLoopEngine(FsdpEngine):
 
         If that one began with gradients attached, weights may have been stepped since. All ranks
         gather them again then: which parameters are shown may differ between ranks."""
-        is_shown_meanwhile = self._writes_when_shown is not None
-        self._began_unsharded = self.switch.shows_unsharded or is_shown_meanwhile
+        self._began_unsharded = self._writes.are_counted
         if self.switch.shows_unsharded:  # else `before_unsharded` takes them over
             self._follow_user()
         if self._step_may_follow:
@@ -97,98 +87,14 @@ class UserLoopEngine(FsdpEngine):
         self._step_may_follow = self.step.grads_attached
 
     def before_unsharded(self) -> None:
-        """Marks gathered weights stale, also those of main weights in host memory; takes over the
-        user's changes. Where sharded parameters were shown although a pass was not over, weights
-        are stale only if they were written: another rank may have shown none."""
-        before = self._writes_when_shown
-        self._writes_when_shown = None
-        if before is None or before != self._writes():
-            super().before_unsharded()
-            self.mark_main_weights_stale()
+        """Takes over the user's changes, too."""
+        super().before_unsharded()
         self._follow_user()
 
-    def _writes(self) -> list[int]:
-        return [pair.sharded._version for pair in self.pairs]
-
-    def _raise_written_before_backward(self) -> None:
-        """RuntimeError if parameters were written since they were shown, and a backward begins."""
-        if self._writes_when_shown is None:
-            return
-        written = []
-        counts = zip(self.pairs, self._writes_when_shown, self._writes(), strict=True)
-        for pair, before, now in counts:
-            if before != now and not pair.group.main.is_compute_weight:
-                written.append(pair.managed.fqns[0])
-        if written:
-            raise RuntimeError(
-                f"parameters {written[:4]} were written between a forward and its backward, which "
-                "would compute with the new values. Write them before the forward, or after the "
-                "backward"
-            )
-
-    def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
-        """Also takes writes for known that were made while a forward waits for its backward."""
-        super().main_weights_changed(loaded, stepped)
-        if self._writes_when_shown is not None:
-            self._writes_when_shown = self._writes()
-
     def to_sharded(self) -> None:
-        """Shows sharded parameters, and ends the use of gathered weights, also if sharded ones are
-        shown already although a pass was not over."""
-        if self._writes_when_shown is not None:
-            self._writes_when_shown = None
-            self.gather.give_up()
+        """Notes that all weights become stale when unsharded parameters are shown again."""
         super().to_sharded()
-        self._step_may_follow = False  # all weights become stale when unsharded ones are shown
-
-    def show_between_passes(self) -> None:
-        """Shows sharded parameters, unless a forward or backward runs. If a pass is not over, as a
-        forward waits for its backward or has raised, gathered weights stay as they are: other ranks
-        may not read their parameters."""
-        if self.step.awaits_nothing:
-            super().show_between_passes()
-            return
-        if not self._runs_pass():
-            self._show_sharded_meanwhile()
-
-    def before_list(self) -> None:
-        """Shows sharded parameters, which are about to be listed, if a forward waits."""
-        could = self.is_made and self.switch.shows_unsharded and not self.gather.holds_any
-        if could and not self.step.awaits_nothing:
-            self.show_between_passes()
-
-    def _show_sharded_meanwhile(self) -> None:
-        if not self.away:
-            self.gather.updates.settle()
-            self.switch.show(unsharded=False, before=self._show_meanwhile)
-
-    def end_backward(self) -> None:
-        """Shows sharded parameters if gradients are attached, also after one of inputs alone."""
-        super().end_backward()
-        if self.step.grads_attached and self.step.running in (None, RootCall.RAISED):
-            self._show_sharded_meanwhile()
-
-    def _runs_pass(self) -> bool:
-        """True if this is called inside of a forward or backward."""
-        return self.step.running not in (None, RootCall.RAISED) or hooks.in_backward()
-
-    def _show_meanwhile(self) -> None:
-        self.gather.check_writes()
-        if not self.runtime.host_waits:  # or for a rank that reads no parameters
-            self.gather.quiesce()
-        self._writes_when_shown = self._writes()
-
-    def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:
-        """Ends the hold of a unit whose module the program has unsharded."""
-        if ends and self.gather.holds_any and not hooks.in_backward():
-            self.gather.unhold_once(unit)
-        super().post_forward(unit, output, given, ends)
-
-    def root_post_forward(self, name: RootName, output: Any) -> None:
-        """Ends the hold of the root, if the program has unsharded it."""
-        if name == self.step.running and not hooks.in_backward():
-            self.gather.unhold_once(self.root)
-        super().root_post_forward(name, output)
+        self._step_may_follow = False
 
     def end_evaluation(self) -> None:
         """Shows sharded parameters again if they were shown before, and gradients are disabled."""
@@ -212,7 +118,6 @@ class UserLoopEngine(FsdpEngine):
             if self.has_grads:
                 is_attached = self.step.grads_attached
                 self._earlier = Earlier.ATTACHED if is_attached else Earlier.UNATTACHED
-        self._raise_written_before_backward()
         if accumulates or self.step.in_flight > 0:
             self.to_unsharded()
         super().start_backward(accumulates)

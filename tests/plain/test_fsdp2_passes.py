@@ -263,14 +263,26 @@ def test_a_layer_called_twice_fills_a_list_in_two_forwards_of_one_loss(rank: int
     assert found[2:] == pytest.approx(found[:2], rel=1e-5)
 
 
+def _unsharded(made: Any) -> dict[Any, Any]:
+    """By layer, the unsharded weight, once the layer has run."""
+    found: dict[Any, Any] = {}
+    for layer in made.layers:
+        layer.register_forward_pre_hook(lambda one, *_: found.update({one: one.up.weight}))
+    return found
+
+
+def _is_there(weight: Any) -> bool:
+    return weight.untyped_storage().nbytes() > 0  # type: ignore[no-any-return]
+
+
 @on_ranks(2)
 def test_weights_go_after_each_layer_that_fills_a_list(rank: int) -> None:
     made = _filled(True, 5)
+    weights = _unsharded(made)
     gathered = []
 
     def look(module: nn.Module, grads: Any) -> None:
-        held = [layer.up.weight.untyped_storage().nbytes() > 0 for layer in made.layers]
-        gathered.append(sum(held))
+        gathered.append(sum(map(_is_there, weights.values())))
 
     for _ in range(2):
         gathered.clear()
@@ -312,9 +324,10 @@ def test_a_list_is_filled_on_one_rank_alone(rank: int) -> None:
 @on_ranks(2)
 def test_what_is_unsharded_by_hand_is_held_for_one_forward(rank: int) -> None:
     made = _filled(True, 4)
+    weights = _unsharded(made)
     held = []
     made.layers[3].register_forward_pre_hook(
-        lambda *_: held.append(made.layers[0].up.weight.untyped_storage().nbytes() > 0)
+        lambda *_: held.append(_is_there(weights[made.layers[0]]))
     )
     for step in range(2):
         if step == 0:

@@ -190,10 +190,13 @@ def test_what_a_program_does_to_such_parameters(rank: int) -> None:
     given = next(pair.unsharded for pair in pairs if pair.sharded is frozen)
     with pytest.raises(RuntimeError, match=r"full_tensor reads .*layers.0.up.weight"):
         given.full_tensor()
-    # A weight of a layer that is not called is not there.
-    net.layers[1].forward = lambda x: x + net.layers[0].up.weight.sum()
     with pytest.raises(RuntimeError, match=r"layers.0.up.weight.* not gathered"):
-        net(torch.randn(3, 8, WIDTH))
+        given + 1
+    # A layer that is not called shows the sharded weight.
+    shown = []
+    net.layers[1].register_forward_hook(lambda *_: shown.append(net.layers[0].up.weight))
+    net(torch.randn(3, 8, WIDTH))
+    assert shown[0] is frozen
 
 
 @on_ranks(4)

@@ -31,6 +31,7 @@ from .buffer import (
 from .extensions import take_compute_dtype
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
+from .params import ParameterSwitch, ParamPair, UnitSlots
 from .partition import GroupKey, UnitPlan
 from .quantized import QuantizedWeights
 from .reduction import DomainReduce
@@ -243,6 +244,19 @@ def memory_of_exchanges(
         return None
     largest = max(nbytes)
     return FlatBuffer(largest, torch.uint8, runtime, allocate([largest])[0])
+
+
+def switch_of(
+    units: Sequence[Unit], pairs: Sequence[ParamPair], config: EngineConfig
+) -> ParameterSwitch:
+    """Gives `units` the places of their parameters in modules. Returns what switches them."""
+    every = []
+    for unit in units:
+        own = [pair for pair in pairs if pair.group in unit.groups]
+        slots = UnitSlots(own, config.units_switch)
+        unit.take_slots(slots)
+        every.append(slots)
+    return ParameterSwitch(every)
 
 
 def abandon_after(engine: object, runtime: Runtime) -> None:

@@ -26,13 +26,14 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
 from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
-from .gather import BACKWARD, FORWARD, GatherPipeline
+from .gather import GatherPipeline
 from .grad_buffers import GradState
 from .group import laid_out
 from .launches import LaunchComparison
 from .microbatches import Microbatches
-from .params import ParameterSwitch, make_pairs
+from .params import make_pairs
 from .partition import UnitPlan
+from .prefetch_order import BACKWARD, FORWARD
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
 from .saved_tensors import SavedTensorFilter
@@ -105,7 +106,7 @@ class FsdpEngine(Microbatches):
         self.quantization = quantized and quantized.made(self.groups, self.gather)  # if any
         self.pairs = make_pairs(self.groups)  # both `Parameter` objects of each weight
         self.trained = [pair for pair in self.pairs if pair.grad is not None]  # not frozen ones
-        self.switch = ParameterSwitch(self.pairs)  # which of them modules show
+        self.switch = construction.switch_of(self.units, self.pairs, config)  # what modules show
         self.saved = SavedTensorFilter()  # keeps other hooks off the engine's buffers
         self.step = Step()  # the one that runs
         self.calls_parts = False  # whether a part of a pass runs that a schedule calls by itself
@@ -195,10 +196,11 @@ class FsdpEngine(Microbatches):
             if ends:
                 for group in unit.direct_groups:
                     group.grads.direct.expect(overwrites=not group.grads.is_kept)
-            if in_backward or self.order.is_last(unit.ordinal):
-                return
-        if ends and (with_gradients or not in_backward):
+        if in_backward or not ends:
+            return
+        if not (with_gradients and self.order.is_last(unit.ordinal)):
             self.gather.reshard(unit, keeps=with_gradients)
+        unit.hide_after_forward()
 
     def root_post_forward(self, name: RootName, output: Any) -> None:
         """A module that holds all parameters returns."""
@@ -206,6 +208,7 @@ class FsdpEngine(Microbatches):
             return
         self.step.running = None
         self.root.busy = False
+        self.gather.show_sharded(staying=False)
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
         else:
@@ -213,7 +216,9 @@ class FsdpEngine(Microbatches):
 
     def end_evaluation(self) -> None:
         """A forward without a backward has ended."""
-        self.gather.reshard_all()
+        another_waits = self.step.in_flight > 0
+        shown = [unit.ordinal for unit in self.units if unit.stays_shown]
+        self.gather.reshard_all(but=shown if another_waits else ())
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first call begins it."""

@@ -7,10 +7,7 @@ Storage is taken, filled and given back on the gather stream, so that a block fr
 reused by the next one's gather in stream order, without the host waiting for anything. The next
 gather is launched after the wait for the present one, so that it is never in front of it.
 
-The order in which units asked for their weights is recorded in every pass and replayed in the
-next pass of the same direction. The module order stands in for the first pass. A static order
-alone was rejected: models run layers in another order than they list them, and recomputation
-asks for weights in an order of its own.
+The next unit is that of the last pass (`prefetch_order.py`).
 """
 
 from __future__ import annotations
@@ -30,82 +27,8 @@ from .group import ParamGroup
 from .kept_parts import KeptParts
 from .launches import FEWER, GATHERED, GATHERED_OUTER
 from .params import refuse_writes
+from .prefetch_order import PrefetchOrder
 from .unit import DeferredUpdates, Phase, Unit
-
-FORWARD = "forward"
-BACKWARD = "backward"
-
-LOOKAHEAD = 8
-"""Number of requests that may run ahead of the recorded order before the order is given up."""
-
-
-class PrefetchOrder:
-    """Recorded orders of unit ordinals, one a direction.
-
-    Args:
-        num_units: ordinals run from 0 to the root unit's. The first passes begin with the root unit
-            and go up in forward, down in backward.
-        forward_only: ordinals that ask for no weights in backward.
-    """
-
-    def __init__(self, num_units: int, forward_only: Collection[int] = ()) -> None:
-        up = list(range(num_units))
-        down = [ordinal for ordinal in up[::-1] if ordinal not in forward_only]
-        # The order of the last pass of each direction.
-        self._known = {FORWARD: up[-1:] + up[:-1], BACKWARD: down}
-        # The order of the pass that runs, so far.
-        self._recording: list[int] = []
-        # The ordinals expected after the last request; empty if that did not fit the known order.
-        self._upcoming: list[int] = []
-        # Direction of the pass that runs, or ran last.
-        self.direction = FORWARD
-        # Place in the known order behind the last request that fitted it.
-        self._position = 0
-
-    def begin(self, direction: str) -> None:
-        """Starts a pass: what the last one recorded becomes the known order of its direction."""
-        if self._recording:
-            self._known[self.direction] = self._recording
-        self._recording = []
-        self.direction = direction
-        self._position = 0
-
-    def request(self, ordinal: int) -> Sequence[int]:
-        """Notes that `ordinal` is needed now; returns the ordinals expected after it.
-
-        Empty when the request does not fit the known order: then units are gathered on
-        demand until one fits again, and the next pass knows better. A unit that asks again, as
-        recomputation does, gets the same answer.
-        """
-        if self._recording and self._recording[-1] == ordinal:
-            return self._upcoming
-        self._recording.append(ordinal)
-        known = self._known[self.direction]
-        ahead = known[self._position : self._position + LOOKAHEAD]
-        if ordinal in ahead:
-            self._position += ahead.index(ordinal) + 1
-            self._upcoming = known[self._position :]
-        else:
-            self._upcoming = []
-        return self._upcoming
-
-    @property
-    def ends(self) -> bool:
-        """True if this is a backward pass that has asked for the last unit of the known order."""
-        return self.direction == BACKWARD and self._position == len(self._known[BACKWARD])
-
-    def first(self) -> Sequence[int]:
-        """The ordinals that a forward pass is expected to ask for before any computation: the
-        root unit, which a pass asks for when it starts, and the first unit that computes."""
-        return self._known[FORWARD][:2]
-
-    def forward(self) -> Sequence[int]:
-        """The ordinals in the order in which a forward pass is expected to ask for them."""
-        return list(self._known[FORWARD])
-
-    def is_last(self, ordinal: int) -> bool:
-        """True if `ordinal` ended the last known forward pass."""
-        return self._known[FORWARD][-1:] == [ordinal]
 
 
 class GatherPipeline:
@@ -159,7 +82,8 @@ class GatherPipeline:
         self._from_parts: dict[int, list[DomainGather]] = {}
 
     def unshard(self, unit: Unit, prefetches: bool = True) -> None:
-        """Gathers `unit`, orders the compute stream behind that, and launches the next gathers.
+        """Gathers `unit`, orders the compute stream behind that, and launches the next gathers. The
+        unit's modules show unsharded parameters.
 
         prefetches: false for weights that are needed out of the order of passes. No further gathers
             are launched then, and the order does not change.
@@ -173,6 +97,7 @@ class GatherPipeline:
             self._wait(unit)
         if unit.quantized:
             unit.prepare()
+        unit.show(True)
         if prefetches:
             self._prefetch_after(unit)
 
@@ -378,6 +303,14 @@ class GatherPipeline:
         """Raises RuntimeError if gathered weights were written and those writes are lost."""
         refuse_writes(self._written())
 
+    def mark_written(self, unit: Unit) -> None:
+        """Marks the gathered weights of `unit` as stale, because its main weights have changed.
+        After that raises the RuntimeError of `check_writes`, if it has one."""
+        found = unit.take_written()
+        self._mark_unit_stale(unit)
+        self.follow_compute()
+        refuse_writes(found)
+
     def _mark_unit_stale(self, unit: Unit) -> None:
         unit.stale = True
         if unit.parts is not None:
@@ -405,6 +338,13 @@ class GatherPipeline:
                 unit.busy = False
                 self.reshard_unless_next(unit)
 
+    def show_sharded(self, staying: bool) -> None:
+        """Has all units but those that are held show sharded parameters. staying: also those that
+        go on to show unsharded ones after a forward."""
+        for unit in self.units:
+            if not self._held[unit.ordinal] and (staying or not unit.stays_shown):
+                unit.show(False)
+
     def reshard_staying(self) -> None:
         """Reshards the units that were kept for a further microbatch: none follows."""
         self.microbatch_follows = False
@@ -428,7 +368,9 @@ class GatherPipeline:
         self.reshard_all()
 
     def reshard_unless_next(self, unit: Unit) -> None:
-        """Reshards `unit`, unless the forward that follows begins with it."""
+        """Reshards `unit` after a backward, unless the forward that follows begins with it. Its
+        modules show sharded parameters in either case."""
+        unit.hide_after_backward()
         if not (self.forward_follows and unit.ordinal in self.order.first()):
             self.reshard(unit)
 

@@ -212,18 +212,64 @@ def _report_device_of(sharded: Any, rows: torch.Tensor) -> None:
     vars(sharded).update(marks)
 
 
-class ParameterSwitch:
-    """Puts unsharded or sharded parameters into all slots of the module tree, tied ones too."""
+ParamPlace = tuple[Any, str, nn.Parameter, nn.Parameter, str]
+"""A place in a module: its dict and its key there, the sharded and the unsharded parameter, and its
+full name."""
 
-    def __init__(self, pairs: Sequence[ParamPair]) -> None:
-        # What modules have.
-        self.shows_unsharded = True
-        # For each slot: its dict, its key there, both parameters in the pair, and its full name.
-        self._slots: list[tuple[Any, str, ParamPair, str]] = []
-        for pair in pairs:
+
+class UnitSlots:
+    """The places in modules that hold the parameters of one unit, tied ones included.
+
+    by_itself: they hold unsharded parameters only while the unit is unsharded.
+    """
+
+    def __init__(self, pairs: Sequence[ParamPair], by_itself: bool) -> None:
+        self.by_itself = by_itself  # else the units of the model are shown together
+        self.shows_unsharded = True  # what the places hold
+        self._pairs = pairs  # in order
+        # Whether gather extensions may make other unsharded parameters.
+        self._changes = any(pair.managed.extension is not None for pair in pairs)
+        self._known = self._places()  # as they are, if they do not change
+
+    def _places(self) -> list[ParamPlace]:
+        found = []
+        for pair in self._pairs:
             managed = pair.managed
             for (module, name), fqn in zip(managed.slots, managed.fqns, strict=True):
-                self._slots.append((module._parameters, name, pair, fqn))
+                found.append((module._parameters, name, pair.sharded, pair.unsharded, fqn))
+        return found
+
+    def _current(self) -> list[ParamPlace]:
+        return self._places() if self._changes else self._known
+
+    def replaced(self) -> str | None:
+        """The name of a parameter that is not the one that was put in its place; None without."""
+        for params, name, sharded, unsharded, fqn in self._current():
+            if params.get(name) is not (unsharded if self.shows_unsharded else sharded):
+                return fqn
+        return None
+
+    def show(self, unsharded: bool) -> None:
+        """Puts unsharded or sharded parameters in the place of the others. A place where a program
+        has put something else for a while, such as `functional_call`, keeps that."""
+        if unsharded is self.shows_unsharded:
+            return
+        self.shows_unsharded = unsharded
+        for params, name, one, other, _ in self._current():
+            before, after = (one, other) if unsharded else (other, one)
+            if params.get(name) is before:
+                params[name] = after
+
+
+class ParameterSwitch:
+    """Puts unsharded or sharded parameters into all slots of the module tree, or lets each unit do
+    that for its own ones."""
+
+    def __init__(self, units: Sequence[UnitSlots]) -> None:
+        # Whether forwards and backwards may read gathered weights. All modules have unsharded
+        # parameters then, or those of the units that are unsharded.
+        self.shows_unsharded = True
+        self._units = units  # in order
 
     def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
         """Shows unsharded or sharded parameters. Runs `before` first, if that is a change.
@@ -234,12 +280,14 @@ class ParameterSwitch:
         """
         if unsharded is self.shows_unsharded:
             return
-        for params, name, pair, fqn in self._slots:
-            if params.get(name) is not (pair.sharded if unsharded else pair.unsharded):
-                raise RuntimeError(_replaced(fqn))
+        for slots in self._units:
+            name = slots.replaced()
+            if name is not None:
+                raise RuntimeError(_replaced(name))
         before()
-        for params, name, pair, _ in self._slots:
-            params[name] = pair.unsharded if unsharded else pair.sharded
+        for slots in self._units:
+            if not (unsharded and slots.by_itself):
+                slots.show(unsharded)
         self.shows_unsharded = unsharded
 
 
@@ -283,8 +331,7 @@ class ReshardedParameter(nn.Parameter):
     """Class of an unsharded parameter while its unit's weights are resharded or stale.
 
     Metadata (shape, dtype, `.grad`, ...) can be read. Anything that would read data raises a
-    RuntimeError with the parameter's label. An attribute `_fsdp_reach` of the parameter can avoid
-    that: it has the weights gathered, and returns True.
+    RuntimeError with the parameter's label.
     """
 
     _fsdp_resharded = True
@@ -298,8 +345,6 @@ class ReshardedParameter(nn.Parameter):
         param = next((value for value in given if hasattr(type(value), "_fsdp_resharded")), None)
         if func is torch.Tensor.__repr__:
             return _represent(param)
-        if getattr(param, "_fsdp_reach", lambda: False)():
-            return func(*args, **(kwargs or {}))
         raise _not_gathered(getattr(func, "__name__", func), param)
 
 
@@ -307,8 +352,6 @@ def _read_of_dtensor(name: str) -> Callable[..., Any]:
     """The method `name` of a resharded DTensor, which torch calls without `__torch_function__`."""
 
     def method(param: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(param, "_fsdp_reach", lambda: False)():
-            return getattr(param, name)(*args, **kwargs)  # its class is DTensor now
         raise _not_gathered(name, param)
 
     return method

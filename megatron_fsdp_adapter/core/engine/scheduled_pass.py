@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .engine import FsdpEngine
-from .gather import BACKWARD
+from .prefetch_order import BACKWARD
 from .unit import Unit
 
 

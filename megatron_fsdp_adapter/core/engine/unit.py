@@ -34,6 +34,7 @@ from .params import (
     PresentParameter,
     ReshardedDTensor,
     ReshardedParameter,
+    UnitSlots,
     resharded_class,
 )
 from .partition import UnitPlan
@@ -122,6 +123,12 @@ class Unit:
         # Weights of parameters that are gathered by functions of their own.
         self.extended = [group.weights for group in groups if group.key.extended]
         self._find_params()
+        # The places of its parameters in modules; None until the engine gives them.
+        self.slots: UnitSlots | None = None
+        # Whether modules go on to show unsharded parameters after its forward, while weights are
+        # there, where units switch by themselves.
+        self.stays_shown = False
+        self.stays_shown_after_backward = False  # likewise after its backward
         for group in groups:
             _label(group, f"unit {self.name}")
         if self.extended:
@@ -249,7 +256,35 @@ class Unit:
             if self.quantized:
                 self.drop_derived()
             set_classes(self._guarding)
+            self.show(False)
         self.phase = phase
+
+    def take_slots(self, slots: UnitSlots) -> None:
+        """Gives the unit the places of its parameters."""
+        self.slots = slots
+
+    def show(self, unsharded: bool) -> None:
+        """Shows its unsharded or sharded parameters, if it does that by itself."""
+        slots = self.slots
+        if slots is not None and slots.by_itself:
+            slots.show(unsharded)
+
+    def hide_after_forward(self) -> None:
+        """Shows sharded parameters, unless unsharded ones are to stay after a forward."""
+        if not self.stays_shown:
+            self.show(False)
+
+    def hide_after_backward(self) -> None:
+        """Shows sharded parameters, unless unsharded ones are to stay after a backward."""
+        if not self.stays_shown_after_backward:
+            self.show(False)
+
+    def stay_shown(self, *, forward: bool | None = None, backward: bool | None = None) -> None:
+        """Sets whether unsharded parameters stay after a forward, or after a backward."""
+        if forward is not None:
+            self.stays_shown = forward
+        if backward is not None:
+            self.stays_shown_after_backward = backward
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self._lossy]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...core.engine.engine import FsdpEngine
-from ...core.engine.gather import BACKWARD, FORWARD
+from ...core.engine.prefetch_order import BACKWARD, FORWARD
 from ...core.engine.scheduled_pass import ScheduledPass
 from ...core.engine.unit import Unit
 from ..options.rules import is_on

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.core.engine.gather import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
+from megatron_fsdp_adapter.core.engine.prefetch_order import (
+    BACKWARD,
+    FORWARD,
+    LOOKAHEAD,
+    PrefetchOrder,
+)
 from tests.lib.engine.engine_cases import build
 from tests.lib.engine.scenarios import ZERO_3
 from tests.lib.engine.small_model import Setup
 
-CHECKS = ("core/engine/gather.py",)
+CHECKS = ("core/engine/gather.py", "core/engine/prefetch_order.py")
 
 FAR = LOOKAHEAD + 5
 Steps = Callable[["Asked"], None]

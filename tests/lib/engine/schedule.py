@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.engine.gather import BACKWARD, FORWARD
+from megatron_fsdp_adapter.core.engine.prefetch_order import BACKWARD, FORWARD
 from megatron_fsdp_adapter.core.engine.scheduled_pass import ScheduledPass
 from tests.lib.engine.small_model import microbatch
 

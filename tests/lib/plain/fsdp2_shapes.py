@@ -136,13 +136,8 @@ def with_spare_layer(shard: Shards, made: Any, **options: Any) -> Any:
 
 
 def fused(shard: Shards, made: Any, **options: Any) -> Any:
-    """The layer that is not called is in a unit with a module that is, under torch's; in a unit of
-    its own, which stays after forward, under ours."""
-    if shard is theirs:
-        parts = [["blocks.2", "head"]]
-    else:
-        parts = ["blocks.2", ["head"]]
-    return sharded(shard, made, [(part, STAYS) for part in parts], "with_head", **options)
+    """The layer that is not called is in a unit with a module that is."""
+    return sharded(shard, made, [(["blocks.2", "head"], STAYS)], "with_head", **options)
 
 
 def hooked(shard: Shards, made: Any, **options: Any) -> Any:
