@@ -31,6 +31,7 @@ TOKENS = 16
 FLOAT32 = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
 BF16 = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
 TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 
 Case = tuple[str, str, dict[str, Any], dict[str, str], int]
@@ -50,6 +51,7 @@ CASES: dict[int, dict[str, Case]] = {
             "llama3", "debugmodel", {**REPLICAS, "tensor_parallel_degree": 2}, FLOAT32, 1,
         ),
         "qwen3, experts, TP": ("qwen3", "debugmodel_moe", TP, FLOAT32, 1),
+        "qwen3, experts, EP": ("qwen3", "debugmodel_moe", EP, FLOAT32, 1),
     },
 }  # fmt: skip
 """By the number of ranks."""
@@ -58,6 +60,7 @@ CASES: dict[int, dict[str, Case]] = {
 def _parallelized(case: Case, world: int) -> tuple[Any, ParallelDims]:
     """A model of two layers from the meta device, with values that depend on names alone."""
     family, flavor, options, dtypes, microbatches = case
+    utils.set_spmd_backend("partial_dtensor")
     spec = importlib.import_module(f"torchtitan.models.{family}").model_registry(flavor)
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **options)
     training = TrainingConfig(**dtypes)
@@ -108,7 +111,7 @@ def _trained(case: Case, rank: int, world: int, folder: Path) -> list[float]:
             targets = tokens[:, 1:].flatten()
             loss = cross_entropy(logits.flatten(0, 1).float(), targets) * dims.tp / world
             loss.backward()
-        norm = utils.clip_grad_norm_(made.parameters(), 1.0)
+        norm = utils.clip_grad_norm_(made.parameters(), 1.0, ep_enabled=dims.ep_enabled)
         found.extend([loss.item(), norm.item()])
         optimizer.step()
         optimizer.zero_grad()
