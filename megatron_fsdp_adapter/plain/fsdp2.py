@@ -153,8 +153,10 @@ class FSDP2Module(NotCopyable, FSDPModule):
             set_on(self, False, lambda engine, unit: engine.microbatch(last=ends))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sets whether the next backwards sum gradients of the whole model over replicas, which is
-        done once a step. Of a part of a model, or without replicas, a no-op."""
+        """Sets whether the next backwards sum gradients of the module over replicas. Otherwise each
+        replica adds up its own shards, and `.grad` has them after a backward that sums."""
+        withheld = not requires_all_reduce
+        set_on(self, recurse, lambda engine, unit: unit.withhold(withheld))
         if mark_on(self).options.groups[1] is not None:
             self._end_step_if_whole(requires_all_reduce, recurse)
 

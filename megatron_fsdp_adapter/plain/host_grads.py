@@ -20,7 +20,8 @@ def store(pairs: Iterable[ParamPair], runtime: Runtime) -> None:
     moved = []
     for group in dict.fromkeys(pair.group for pair in pairs):
         grads = group.grads
-        if grads.host is not None and grads.state in REDUCED_STATES and not grads.is_on_host:
+        is_due = grads.state in REDUCED_STATES and not grads.is_withheld
+        if grads.host is not None and is_due and not grads.is_on_host:
             grads.copy_to_host()
             moved.append(grads)
     if moved:

@@ -60,7 +60,7 @@ def forget_absent(dropped: Iterable[ParamPair], pairs: Sequence[ParamPair]) -> N
     """Forgets the gradients of groups of `dropped` all of whose parameters have none: the next
     backward need not add to any. pairs: of all trained parameters."""
     for group in {pair.group for pair in dropped}:
-        if not group.grads.is_summed and all(
+        if group.grads.are_whole and all(
             pair.sharded.grad is None for pair in pairs if pair.group is group
         ):
             group.grads.drop(collected=False)

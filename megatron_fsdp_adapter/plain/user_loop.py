@@ -168,14 +168,14 @@ class UserLoopEngine(ShowingEngine):
         self._given_now = []
         absent = []
         for pair, given in zip(self.trained, flags, strict=True):
-            is_kept = pair.group.grads.is_summed  # on each rank
+            is_kept = not pair.group.grads.are_whole
             is_due = given and self._takes_grad(pair)
             if is_due and not is_kept:
                 self._given_now.append(pair)
             elif not is_due and pair.sharded.grad is None:
                 absent.append(pair)
         for grads in self.grads:
-            if not grads.is_summed:
+            if grads.are_whole:
                 grads.were_attached()
         if len(absent) == len(self.trained):
             self.zero_grads()

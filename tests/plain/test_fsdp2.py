@@ -430,6 +430,44 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
         assert train(made, optimizer, rank)[0] == expected, f"{empties=}"
 
 
+@on_ranks(4)
+def test_modules_of_which_replicas_keep_sums(rank: int) -> None:
+    """Of one block each replica keeps its sums in all microbatches but the last, of the others in
+    the second one alone. A further backward of the whole model is summed at once."""
+    found = []
+    for shard in (theirs, ours):
+        made = sharded(shard, model(), **_replicas())
+        block = made.blocks[1]
+        seen = []
+        for step in range(2):
+            for microbatch in range(4):
+                made.set_requires_all_reduce(microbatch not in (1, 2))
+                block.set_requires_all_reduce(microbatch == 3)
+                made(tokens(step, microbatch, rank)).mean().backward()
+                seen.append([param.grad is None for param in made.parameters()])
+                grads = [param.grad for param in made.parameters() if param.grad is not None]
+                seen += [grad.full_tensor().clone() for grad in grads]
+                if microbatch == step == 0:
+                    made.zero_grad()
+            norm = nn.utils.clip_grad_norm_(made.parameters(), 100.0)
+            seen += [full(norm), *(param.grad.full_tensor() for param in made.parameters())]
+            made.zero_grad()
+            made.set_requires_all_reduce(True)
+            for module in (made, *made.blocks):
+                module.set_requires_all_reduce(module is not block, recurse=False)
+            made(tokens(step, 9, rank)).mean().backward()
+            seen.append([param.grad is None for param in made.parameters()])
+            made.zero_grad()
+            made.set_requires_all_reduce(True)
+            made(tokens(step, 10, rank)).mean().backward()
+            seen += [param.grad.full_tensor() for param in made.parameters()]
+            made.zero_grad()
+        found.append(seen)
+    for own, of_torch in zip(found[1], found[0], strict=True):
+        near(own, of_torch, "sums of replicas") if torch.is_tensor(own) else None
+        assert torch.is_tensor(own) or own == of_torch
+
+
 @on_ranks(2)
 def test_backwards_inside_of_a_pass(rank: int) -> None:
     """The head's, chunk by chunk, before that of the features that it was given. One block keeps

@@ -368,7 +368,8 @@ class FsdpEngine(Microbatches):
         """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
         moves it."""
         for pair in self.trained:
-            if pair.group.grads.state not in REDUCED_STATES:
+            grads = pair.group.grads
+            if grads.state not in REDUCED_STATES or grads.is_withheld:
                 continue
             if pair.sharded.requires_grad or pair.sharded.grad is not None:
                 pair.attach_grad()

@@ -131,6 +131,9 @@ class GradBuffers:
         self._releases_main = one_rank or config.strategy.shard_grads
         # Whether backward adds up microbatches in `collected`, which is then reduced once a step.
         self.is_kept = not config.strategy.shard_grads
+        self._has_outer = outer  # whether there is an outer axis
+        # Whether the reduction over that is left out, so that gradients are not attached.
+        self.is_withheld = False
         # Whether the user has frozen all parameters, for all forwards in flight. Their backward
         # then collects and reduces nothing.
         self.is_idle = False
@@ -234,6 +237,17 @@ class GradBuffers:
     def keeps_sums(self) -> bool:
         """True if sums are kept in the bucket, and not in the main gradients."""
         return self.keeps_beside and self.is_kept
+
+    def withhold(self, withheld: bool) -> None:
+        """Leaves out the reduction over the outer axis, or no longer. What it has reduced is
+        attached, so what is added to that is reduced, too, unless there is `partial`."""
+        can = self._has_outer and (self.partial is not None or self.state is not GradState.FINISHED)
+        self.is_withheld = withheld and can
+
+    @property
+    def are_whole(self) -> bool:
+        """True if none of them waits for a reduction of a later backward, over any axis."""
+        return not (self.is_summed or self.is_withheld)
 
     @property
     def is_summed(self) -> bool:

@@ -41,5 +41,5 @@ class Microbatches:
     @property
     def ends_by_itself(self) -> bool:
         """True if a backward that ends now finishes gradients of the step, or of some units."""
-        some_reduce = len({unit.defers for unit in self.units}) > 1
+        some_reduce = any(unit.gives_grads for unit in self.units)
         return self.auto_sync and (some_reduce or self.is_last is not Last.NO)

@@ -433,7 +433,7 @@ class ReducePipeline:
         for group in groups:
             grads = group.grads
             how = self.outer.get(group.key.domain)
-            if how is None or grads.state is not GradState.REDUCED:
+            if how is None or grads.state is not GradState.REDUCED or grads.is_withheld:
                 continue
             segments, results = grads.inner_segments, grads.held_segments
             if grads.has_partial:

@@ -102,6 +102,9 @@ class Unit:
         # Whether the user keeps its gradients on each rank, to be reduced in a later backward; None
         # if the user has not set it.
         self.defers: bool | None = None
+        # Whether the user leaves out reductions over the outer axis until a later backward; None
+        # if the user has not set it.
+        self.withholds: bool | None = None
         self._count_kept_grads()
         gathered = [one for one in groups if one.weights.is_kept == self.keeps_weights]
         # Bytes that a gather takes.
@@ -200,9 +203,21 @@ class Unit:
         backward all the same."""
         self.defers = deferred
 
+    def withhold(self, withheld: bool) -> None:
+        """Sets whether gradients of the next backwards are reduced over the shard axis alone, alike
+        on all ranks. They are attached when a later backward reduces them over the outer axis."""
+        self.withholds = withheld
+
+    @property
+    def gives_grads(self) -> bool:
+        """True if the user has asked for reductions in the next backwards, over all axes."""
+        return False in (self.defers, self.withholds) and True not in (self.defers, self.withholds)
+
     def follow_deferral(self) -> None:
         """Has groups keep the gradients of the backward that begins, if that was asked for. What is
         kept stays so until it is reduced."""
+        for group in self.trainable_groups:
+            group.grads.withhold(bool(self.withholds))
         if self.defers is None:
             return
         for group in self.trainable_groups:
