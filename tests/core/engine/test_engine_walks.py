@@ -16,11 +16,14 @@ CHECKS = ("core/engine/hooks.py", "core/engine/engine.py", "core/engine/gather.p
 
 CORE = Path(megatron_fsdp_adapter.__file__).parent / "core"
 
-GATHER = ("hooks", "engine", "gather", "unit", "weight_buffers", "buffer", "device", "communicator")
+GATHER = (
+    "hooks", "engine", "gather", "prefetch_order", "unit", "weight_buffers", "buffer", "device",
+    "communicator",
+)  # fmt: skip
 
 WALKS = {
     "forward": {*GATHER, "transforms"},
-    "backward": {*GATHER, "reduce", "reduction", "grad_buffers"},
+    "backward": {*GATHER, "reduce", "reduction", "grad_buffers", "config"},
 }
 """Another module on the way is decided, and not drifted into."""
 
