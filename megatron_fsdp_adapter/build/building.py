@@ -33,11 +33,13 @@ def has_one_rank(domain: ShardDomain) -> bool:
 
 
 def with_single_rank_domains(config: EngineConfig, domains: Domains) -> EngineConfig:
-    """`config` whose `whole` has the names of the domains of one rank. Their parameters are not
-    sharded, gathered or reduced. If gradients are not sharded, `config` is returned unchanged."""
-    if not config.strategy.shard_grads:
-        return config
-    alone = [name for name in sorted(domains) if has_one_rank(domains[name])]
+    """`config` whose `whole` has the names of the domains of one rank that shard gradients. Their
+    parameters are not sharded, gathered or reduced."""
+    alone = []
+    for name in sorted(domains):
+        shards_grads = config.of_domain(name).strategy.shard_grads
+        if shards_grads and has_one_rank(domains[name]):
+            alone.append(name)
     return replace(config, whole=tuple(alone))
 
 
@@ -78,7 +80,7 @@ def build_engine(
     plans = laid_out(plans, domains, config)
     verify_same_model(subject, plans, config, domains)
     watch = watch_world()
-    report = FaultReport(config.strategy.name, watch)
+    report = FaultReport(config.strategies_named, watch)
     watched = watch and watch.expect(_sets_of_ranks(domains), not runtime.host_waits)
     with report.building():
         engine = make(

@@ -98,5 +98,5 @@ def describe(engine: FsdpEngine) -> str:
     domain_rows = [
         _domain_row(name, domains[name], params[name], elements[name]) for name in domains
     ]
-    strategy = engine.config.strategy.name
+    strategy = engine.config.strategies_named
     return "\n".join([f"strategy {strategy}", "", *_table(domain_rows), "", *_table(rows)])

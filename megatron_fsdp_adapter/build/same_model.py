@@ -21,7 +21,8 @@ from ..core.topology import Domains
 
 def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
     """Lines that must be equal on all ranks: one for each option, unit and parameter."""
-    options = {**vars(config), "strategy": config.strategy.name}
+    options = {**vars(config), "strategy": config.strategies_named}
+    del options["domain_strategies"]
     lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:
         own = "" if plan.strategy is None else f", {plan.strategy.name}"

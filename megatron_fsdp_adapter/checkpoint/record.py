@@ -25,6 +25,7 @@ FORMAT_VERSION = 1
 
 TOPOLOGY_OPTIONS = (
     "data_parallel_sharding_strategy",
+    "expert_data_parallel_sharding_strategy",
     "outer_dp_sharding_strategy",
     "num_distributed_optimizer_instances",
     "tensor_model_parallel_size",

@@ -57,6 +57,11 @@ OUTER_STRATEGIES: Mapping[str, bool] = {"no_shard": False, "optim": True}
 state again, under every row of `STRATEGIES`."""
 
 
+def _count_sharded(row: Strategy) -> int:
+    """The number of kinds of tensors that `row` shards."""
+    return row.shard_weights + row.shard_grads + row.shard_main
+
+
 def strategy_named(name: str) -> Strategy:
     """The row called `name`; ValueError lists the rows."""
     if name not in STRATEGIES:
@@ -140,6 +145,7 @@ class EngineConfig:
 
     Attributes:
         strategy: a row of `STRATEGIES`.
+        domain_strategies: name of a domain and its row, for domains with another one.
         policy: dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: start a unit's reduction as soon as its backward is over.
         overlap_param_gather: gather a unit's weights while the unit before it computes.
@@ -172,6 +178,7 @@ class EngineConfig:
 
     strategy: Strategy
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    domain_strategies: tuple[tuple[str, Strategy], ...] = ()
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     prefetch_bytes: int = 0
@@ -221,6 +228,33 @@ class EngineConfig:
                 "grads_dtype=torch.float32"
             )
 
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The rows of all domains, each once; that of most domains first."""
+        others = [row for _, row in self.domain_strategies]
+        return list(dict.fromkeys([self.strategy, *others]))
+
+    @property
+    def strategies_named(self) -> str:
+        """Names of the rows, for messages: "optim_grads_params, expert: optim", for example."""
+        names = [self.strategy.name]
+        for domain, row in self.domain_strategies:
+            if row != self.strategy:
+                names.append(f"{domain}: {row.name}")
+        return ", ".join(names)
+
+    def of_domain(self, domain: str) -> EngineConfig:
+        """This config with the strategy of the domain of this name."""
+        strategy = dict(self.domain_strategies).get(domain, self.strategy)
+        if strategy == self.strategy:
+            return self
+        # Ways to reduce that need shards are only for domains that have them.
+        needs_shards = not strategy.shard_main or (
+            self.reduce_scatter.fixed and not strategy.shard_grads
+        )
+        reduce_scatter = REDUCE_SCATTER if needs_shards else self.reduce_scatter
+        return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
+
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:
         """This config with a unit's own strategy; None for the engine's. Kept gradients are reduced
         by a plain reduce-scatter. Raises ValueError if the rows differ in `shard_main`."""
@@ -242,18 +276,22 @@ class EngineConfig:
         policy: MixedPrecisionPolicy | None = None,
         in_bucket: bool = False,
     ) -> EngineConfig:
-        """`for_unit`, for the unit's groups in the domain of this name. A domain of one rank
-        communicates nothing over its shard axis, so nothing is cast or made ready for that.
+        """`for_unit`, for the unit's groups in the domain of this name. Of the unit's strategy and
+        the domain's, that counts which shards less. A domain of one rank communicates nothing over
+        its shard axis, so nothing is cast or made ready for that.
 
         policy: of these groups; None for the engine's. in_bucket: a domain of one rank collects
             gradients in buckets all the same."""
         policy = policy or self.policy
+        own = self.of_domain(domain)
         if domain not in self.whole:
-            return replace(self.for_unit(strategy), policy=policy)
+            if strategy is not None and own is not self:
+                strategy = min(strategy, own.strategy, key=_count_sharded)
+            return replace(own.for_unit(strategy), policy=policy)
         if in_bucket:
-            return replace(self.for_unit(STRATEGIES["optim_grads"]), policy=policy)
+            return replace(own.for_unit(STRATEGIES["optim_grads"]), policy=policy)
         return replace(
-            self.for_unit(STRATEGIES["optim"]),
+            own.for_unit(STRATEGIES["optim"]),
             policy=replace(policy, grad_comm_dtype=None),
             reduce_scatter=REDUCE_SCATTER,
         )
@@ -271,11 +309,11 @@ class EngineConfig:
         return self.reduce_scatter.finishes and not self.scale_before_sum
 
 
-def forced_overlaps(strategy: Strategy) -> dict[str, bool]:
-    """The DDP config fields that `strategy` needs set, and their values."""
+def forced_overlaps(*strategies: Strategy) -> dict[str, bool]:
+    """The DDP config fields that any of `strategies` needs set, and their values."""
     forced = {}
-    if strategy.shard_grads:
+    if any(row.shard_grads for row in strategies):
         forced["overlap_grad_reduce"] = True
-    if strategy.shard_weights:
+    if any(row.shard_weights for row in strategies):
         forced["overlap_param_gather"] = True
     return forced

@@ -193,7 +193,7 @@ class QuantizedParams(QuantizedWeights):
             if not amaxes.numel():
                 continue
             first = members[:1]
-            if gather.config.strategy.shard_main:
+            if members[0].shards.splits_axis:
                 reductions.append((first, amaxes, gather.communicators[domain]))
             if members[0].shards.splits_outer:
                 reductions.append((first, amaxes, gather.outer[domain]))

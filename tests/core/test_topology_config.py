@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.communicator import REDUCE_SCATTER
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -271,6 +272,15 @@ for strategy, grads in (("optim", None), ("optim_grads", FP32), ("optim_grads_pa
         "megatron_fsdp_grad_comm_dtype": BF16,
     }
     CONFIGS.append((changes, {"reduce_scatter": ALL_TO_ALL_SUM}))
+# Experts with a strategy of their own, which may need an overlap that the other does not.
+for strategy, row in STRATEGIES.items():
+    changes = dict.fromkeys(OVERLAPS, False)
+    changes |= {
+        "data_parallel_sharding_strategy": "no_shard",
+        "expert_data_parallel_sharding_strategy": strategy,
+    }
+    expected = dict(zip(OVERLAPS, (row.shard_grads, row.shard_weights), strict=True))
+    CONFIGS.append((changes, expected | {"domain_strategies": ((EXPERT, row),)}))
 # Any dtypes, with any strategy.
 for strategy in STRATEGIES:
     for dtypes in itertools.product((None, FP32, BF16), repeat=3):
@@ -288,6 +298,47 @@ def test_what_the_engine_is_told(changes, expected):
     assert problems(config, DDP_CONFIG_RULES) == []
     told = engine_config(config)
     assert {name: getattr(told, name) for name in expected} == expected
+
+
+PAIRS = list(itertools.product(STRATEGIES.values(), repeat=2))
+
+
+@pytest.mark.parametrize(("dense", "expert"), PAIRS)
+def test_groups_of_a_domain_have_its_strategy(dense, expert):
+    """Also in a unit that keeps more, and if one rank has all of the domain."""
+    config = EngineConfig(dense, domain_strategies=((EXPERT, expert),))
+    assert config.for_group(None, DENSE).strategy == dense
+    assert config.for_group(None, EXPERT).strategy == expert
+    assert set(config.strategies) == {dense, expert}
+    if dense.shard_main:
+        rows = list(STRATEGIES.values())
+        least = rows[min(rows.index(expert), 1)]
+        assert config.for_group(rows[1], EXPERT).strategy == least
+    if expert.shard_grads:
+        alone = dataclasses.replace(config, whole=(EXPERT,))
+        assert alone.for_group(None, EXPERT).strategy == STRATEGIES["optim"]
+
+
+@pytest.mark.parametrize(
+    ("way", "row", "kept"),
+    [
+        (ALL_TO_ALL_SUM, "no_shard", False),
+        (ALL_TO_ALL_SUM, "optim", True),
+        (FIXED_ALL_TO_ALL_SUM, "optim", False),
+        (FIXED_ALL_TO_ALL_SUM, "optim_grads", True),
+    ],
+)
+def test_a_domain_without_shards_is_reduced_without_what_needs_them(way, row, kept):
+    policy = MixedPrecisionPolicy(grad_comm_dtype=BF16)
+    config = EngineConfig(
+        STRATEGIES["optim_grads_params"],
+        policy,
+        domain_strategies=((EXPERT, STRATEGIES[row]),),
+        reduce_scatter=way,
+    )
+    expected = way if kept else REDUCE_SCATTER
+    assert config.for_group(None, EXPERT).reduce_scatter is expected
+    assert config.for_group(None, DENSE).reduce_scatter is way
 
 
 SUMS = "reduce_scatter=all_to_all_sum with"

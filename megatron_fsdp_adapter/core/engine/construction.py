@@ -109,26 +109,53 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
         tensor.copy_(whole)
 
 
+class InSlots(NamedTuple):
+    """The parts of a group that are in the slots of its unit."""
+
+    # Its gathered weights.
+    weights: bool
+    # Its bucket.
+    bucket: bool
+
+
+def in_slots(plan: UnitPlan, key: GroupKey, config: EngineConfig) -> InSlots:
+    """The parts of a group, in the unit of `plan`, that are in slots: those that come and go. There
+    are none in a domain of one rank."""
+    if key.domain in config.whole:
+        return InSlots(weights=False, bucket=False)
+    of_domain = config.of_domain(key.domain)
+    own = config.for_group(plan.strategy, key.domain)
+    reduces_each = of_domain.strategy.shard_grads and own.has_buckets
+    return InSlots(
+        weights=config.weight_slots and own.strategy.shard_weights,
+        bucket=config.bucket_slots and reduces_each,
+    )
+
+
 def unit_slots(
     plans: Sequence[UnitPlan], config: EngineConfig, allocate: AllocateSlots
 ) -> list[tuple[Slot, Slot]]:
     """Each unit's slots, of weights and of buckets. A slot has no memory if the config does not ask
     for such slots, or if these weights or buckets do not come and go.
 
-    Groups in domains of one rank take nothing of a slot."""
+    Only groups whose weights or buckets come and go take something of a slot (`in_slots`)."""
     kinds = [type(plan.module).__name__ for plan in plans]
     depths = [plan.inside for plan in plans]
     comm = config.policy.comm_dtype
-    bucket_slots = config.bucket_slots and config.strategy.shard_grads
     weights: list[int | None] = []
     buckets: list[int | None] = []
     for plan in plans:
-        own = config.for_unit(plan.strategy)
-        unit = [one for key, one in plan.layouts.items() if key.domain not in config.whole]
-        gathers = unit and own.strategy.shard_weights and config.weight_slots
-        reduces = unit and own.has_buckets and bucket_slots
-        weights.append(weights_in_slot(unit) if gathers else None)
-        buckets.append(buckets_in_slot(unit, comm, own.narrows_buckets) if reduces else None)
+        gathered = []
+        reduced = []
+        for key, layout in plan.layouts.items():
+            takes = in_slots(plan, key, config)
+            if takes.weights:
+                gathered.append(layout)
+            if takes.bucket:
+                narrows = config.for_group(plan.strategy, key.domain).narrows_buckets
+                reduced.append(buckets_in_slot([layout], comm, narrows))
+        weights.append(weights_in_slot(gathered) if gathered else None)
+        buckets.append(sum(reduced) if reduced else None)
     of_weights = make_slots(kinds, weights, depths, allocate)
     of_buckets = make_slots(kinds, buckets, depths, allocate)
     return list(zip(of_weights, of_buckets, strict=True))
@@ -169,7 +196,8 @@ def build_units(
         values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
         groups = []
         for key, managed in plan.groups.items():
-            alone = key.domain in config.whole
+            takes = in_slots(plan, key, config)
+            of_weights, of_bucket = slots[ordinal]
             group = ParamGroup(
                 name=f"{plan.name}/{key.domain}",
                 key=key,
@@ -178,7 +206,10 @@ def build_units(
                 domain=domains[key.domain],
                 config=config_of(plan, key, config, domains[key.domain]),
                 runtime=runtime,
-                slots=(Slot(), Slot()) if alone else slots[ordinal],
+                slots=(
+                    of_weights if takes.weights else Slot(),
+                    of_bucket if takes.bucket else Slot(),
+                ),
                 quantized=quantized if key.quantized else None,
                 values=values,
             )

@@ -78,6 +78,13 @@ class GatherPipeline:
         inner_pairs = attrgetter("weights.gather_pairs")
         # By ordinal, the gathers of a unit over the outer axis, and those that follow.
         self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
+        # By ordinal, the gathers of a unit whose main weights have not changed since it was
+        # gathered last: of groups whose weights do not stay.
+        self._planned_again: list[list[DomainGather]] = []
+        for unit in units:
+            transient = [group for group in unit.groups if not group.weights.is_kept]
+            _, again = self.plan(transient, outer_pairs, inner_pairs)
+            self._planned_again.append(again)
         # By ordinal, the gathers of a unit that is kept in parts (`keep_over`).
         self._from_parts: dict[int, list[DomainGather]] = {}
 
@@ -190,6 +197,8 @@ class GatherPipeline:
             self._holders[unit.weight_slot] = unit
         stale = unit.stale
         outer, inner = self._planned[unit.ordinal]
+        if not stale:
+            inner = self._planned_again[unit.ordinal]
         parts = unit.parts if unit.parts is not None and unit.parts.is_kept else None
         if parts is not None:
             inner = self._gathers_of(unit, parts)

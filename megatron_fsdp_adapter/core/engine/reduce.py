@@ -122,6 +122,8 @@ class ReducePipeline:
         check: ChecksGradients | None = None,
     ) -> None:
         self.config = config  # of the engine
+        # Whether gradients of any domain are sharded.
+        self._shards_grads = any(row.shard_grads for row in config.strategies)
         self.runtime = runtime  # streams and storage
         self.domains = domains  # by domain, how gradients are reduced over the shard axis
         self._scales: dict[int, float] = {}  # by group, another factor than that of its domain
@@ -223,9 +225,9 @@ class ReducePipeline:
         self._note(unit)
         ready = groups
         # In a model with sharded gradients the caller need not know which microbatch is the last.
-        # Units that keep theirs are reduced only in a backward that is known to be it, or if the
+        # Groups that keep theirs are reduced only in a backward that is known to be it, or if the
         # user says so.
-        ends = is_known_last if self.config.strategy.shard_grads else last is not Last.NO
+        ends = is_known_last if self._shards_grads else last is not Last.NO
         if unit.defers is not None:
             ends = not unit.defers
         if not ends or more_may_come or not self.config.overlap_grad_reduce:

@@ -69,11 +69,10 @@ def _counting_ranks(ours: ModelChunks, instance: Any) -> Any:
 
 def _counted(engine: FsdpEngine) -> list[ParamPair]:
     """The parameters with elements that this rank counts."""
-    shards_main = engine.config.strategy.shard_main
-    return [pair for pair in engine.pairs if _is_counted(pair, shards_main)]
+    return [pair for pair in engine.pairs if _is_counted(pair)]
 
 
-def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
+def _is_counted(pair: ParamPair) -> bool:
     """True if this rank counts the gradient of a parameter.
 
     - Without sharding every rank of a domain holds the whole gradient. The first one counts it.
@@ -84,7 +83,7 @@ def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
     Core's mark tells if tensor parallelism splits the parameter, or this package's if there is
     none."""
     domain = pair.group.domain
-    if not shards_main and domain.axis.rank != 0:
+    if not pair.group.shards.splits_axis and domain.axis.rank != 0:
         return False
     param = pair.sharded
     is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))

@@ -14,7 +14,7 @@ from ...plan.unsharded_budget import AUTO
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, Rules, above_one, is_on, off, within
 from .staging_options import slots_wanted
-from .table import ITERATION, LAYERS, excluded, read, strategy_of
+from .table import ITERATION, LAYERS, excluded, read, strategies_of
 
 LOCAL = "local"
 FULL_ITERATION = "full_iteration"
@@ -74,12 +74,15 @@ def _scales_by_delayed_recipe(config: Any) -> bool:
 def _has_no_fixed_buffers(config: Any) -> bool:
     """True if weights or buckets come and go, at changing addresses. With a budget that is found
     only units are captured that stay unsharded."""
-    row = strategy_of(config)
-    if row is None or read(config, BUDGET) == AUTO:
+    if read(config, BUDGET) == AUTO:
         return False
     wanted = slots_wanted(config)
-    weights_move = row.shard_weights and not wanted["weight_slots"]
-    return weights_move or (row.shard_grads and not wanted["bucket_slots"])
+    for row in strategies_of(config):
+        if row.shard_weights and not wanted["weight_slots"]:
+            return True
+        if row.shard_grads and not wanted["bucket_slots"]:
+            return True
+    return False
 
 
 _NO_GPU = Rule(

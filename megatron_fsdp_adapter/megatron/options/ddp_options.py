@@ -28,6 +28,7 @@ from .table import (
     TRANSPOSES,
     engine_fields,
     read,
+    strategies_of,
 )
 
 
@@ -96,10 +97,12 @@ def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
 
 
 def engine_config(ddp_config: Any) -> EngineConfig:
-    """The engine config of a valid `DistributedDataParallelConfig`. If the strategy needs an
-    overlap, that is on with any value of its field (`forced_overlaps`)."""
+    """The engine config of a valid `DistributedDataParallelConfig`. If a strategy needs an overlap,
+    that is on with any value of its field (`forced_overlaps`)."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
-    forced = forced_overlaps(strategy)
+    strategies = strategies_of(ddp_config)
+    forced = forced_overlaps(*strategies)
+    shards_weights = any(row.shard_weights for row in strategies)
     divides_sum = ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
     return EngineConfig(
         strategy=strategy,
@@ -108,7 +111,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         # With sharded weights the transposes of backward would be a copy of the model on every
         # rank.
-        keep_derived=is_on(ddp_config, TRANSPOSES) and not strategy.shard_weights,
+        keep_derived=is_on(ddp_config, TRANSPOSES) and not shards_weights,
         scale_before_sum=not divides_sum,
         **engine_fields(ddp_config),
     )

@@ -11,7 +11,7 @@ import torch
 
 from .rules import Joined, is_on
 from .support import CORES_OFFLOAD, streams_all
-from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, strategy_of
+from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, strategies_of
 
 WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
@@ -81,10 +81,10 @@ class Setting:
 
 
 def _shards(field: str) -> Callable[[Any], bool]:
-    """A predicate of configs: the strategy's `field` (`shard_grads`, for example) is True."""
+    """A predicate of configs: `field` (`shard_grads`, for example) of any strategy is True."""
 
     def shards(config: Any) -> bool:
-        return bool(getattr(strategy_of(config), field, False))
+        return any(getattr(row, field) for row in strategies_of(config))
 
     return shards
 

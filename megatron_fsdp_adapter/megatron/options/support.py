@@ -19,7 +19,7 @@ from .table import (
     OFFLOAD,
     PARTS_OF_LAYERS,
     UNIT_NUMEL,
-    strategy_of,
+    strategies_of,
 )
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -197,10 +197,8 @@ LATER_MODEL_RULES: Rules = (
 
 
 def _keeps_two_slots(config: Any) -> bool:
-    row = strategy_of(config)
-    if row is None or not row.shard_weights:
-        return False
-    return bool(slots_wanted(config)["weight_slots"])
+    shards_weights = any(row.shard_weights for row in strategies_of(config))
+    return bool(shards_weights and slots_wanted(config)["weight_slots"])
 
 
 def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: str) -> Rule:

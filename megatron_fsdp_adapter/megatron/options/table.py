@@ -17,6 +17,7 @@ import torch
 
 from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
+from ...core.topology import EXPERT
 from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
 from ...plan.unit_grouping import UNIT_NUMEL
 from ...plan.unsharded_budget import AUTO, NO_BUDGET, NOTHING_TO_KEEP, can_keep, is_budget
@@ -24,6 +25,7 @@ from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, Rules, is_on, off
 
 STRATEGY = "data_parallel_sharding_strategy"
+EXPERT_STRATEGY = "expert_data_parallel_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
 OUTER = "outer_dp_sharding_strategy"
 MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
@@ -50,6 +52,7 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 """Names of dtypes in Megatron-LM main's flags. "auto" means None."""
 Dtype = torch.dtype | None
 Gib = float | str
+Text = str | None
 
 ITERATION = "full-iteration CUDA graphs"
 LAYERS = "CUDA graphs of layers"
@@ -107,7 +110,7 @@ class Option:
         if self.type is bool:
             parser.add_argument(self.flag, action="store_true", help=self.help)
         else:
-            read = {Dtype: dtype_named, Gib: gib}.get(self.type, self.type)
+            read = {Dtype: dtype_named, Gib: gib, Text: str}.get(self.type, self.type)
             parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
 
     def rules(self) -> list[Rule]:
@@ -137,6 +140,12 @@ def gib(text: str) -> float | str:
 def strategy_of(config: Any) -> Strategy | None:
     """The config's row of `STRATEGIES`; None for an unknown name."""
     return STRATEGIES.get(read(config, STRATEGY))
+
+
+def strategies_of(config: Any) -> list[Strategy]:
+    """The rows of dense and of expert parameters, each once; unknown names are left out."""
+    names = dict.fromkeys([read(config, STRATEGY), read(config, EXPERT_STRATEGY)])
+    return [STRATEGIES[name] for name in names if name in STRATEGIES]
 
 
 def _is_low(config: Any, *options: str) -> bool:
@@ -227,6 +236,13 @@ def _only_if_set(**fields: Any) -> Fields:
     return sets
 
 
+def _sets_expert_strategy(name: Any) -> Mapping[str, Any]:
+    """The strategy of the experts' domain, if it is given."""
+    if name not in STRATEGIES:
+        return {}
+    return {"domain_strategies": ((EXPERT, STRATEGIES[name]),)}
+
+
 _sets_slots = _only_if_set(weight_slots=True, bucket_slots=True)
 
 NO_FP4_WEIGHTS = (
@@ -244,6 +260,15 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         STRATEGY, str, "no_shard", in_core=True,
         refused=((_other(*STRATEGIES), f"use one of {list(STRATEGIES)}"),),
+    ),
+    Option(
+        EXPERT_STRATEGY, Text, None,
+        f"another strategy for experts: {', '.join(STRATEGIES)}; default: that of all parameters",
+        use="experts that are already spread over many ranks, beside dense layers that are not: "
+        "`optim` or `optim_grads` keeps their weights on each rank",
+        some_strategies=True,
+        sets=_sets_expert_strategy,
+        refused=((_other(None, *STRATEGIES), f"use one of {list(STRATEGIES)}, or leave it unset"),),
     ),
     Option(
         INSTANCES, int, 1, in_core=True,
@@ -387,6 +412,10 @@ OPTIONS: tuple[Option, ...] = (
              "number of GiB",
              "fixed buffers"),
             (_keeps_what_is_whole, NOTHING_TO_KEEP),
+            (lambda value, config: value and len(strategies_of(config)) > 1,
+             f"units are chosen by one strategy, but {EXPERT_STRATEGY} is another one than that of "
+             "dense parameters. Leave one of the two options unset",
+             f"{EXPERT_STRATEGY}={{0.{EXPERT_STRATEGY}!r}}"),
         ),
     ),
     Option(

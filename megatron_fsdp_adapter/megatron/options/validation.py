@@ -36,7 +36,7 @@ from .table import (
     GRAD_COMM,
     MAIN_GRADS,
     MAIN_PARAMS,
-    strategy_of,
+    strategies_of,
 )
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -74,8 +74,7 @@ WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
 
 def _hashes_sharded_weights(config: Any) -> bool:
-    row = strategy_of(config)
-    if row is None or not row.shard_weights:
+    if not any(row.shard_weights for row in strategies_of(config)):
         return False
     return getattr(config, WEIGHT_HASH, None) is not None
 

@@ -180,11 +180,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             ValueError: `force_all_reduce`, unless gradients are replicated anyway.
             RuntimeError: a parameter's `requires_grad` is not what it was when it was wrapped.
         """
-        strategy = self.engine.config.strategy
-        if force_all_reduce and strategy.shard_main:
+        sharding = [row.name for row in self.engine.config.strategies if row.shard_main]
+        if force_all_reduce and sharding:
             raise ValueError(
                 "force_all_reduce=True: full gradients do not exist with "
-                f"data_parallel_sharding_strategy={strategy.name!r}. Use "
+                f"data_parallel_sharding_strategy={sharding[0]!r}. Use "
                 "'no_shard', or gather the gradients of the parameters you need"
             )
         check_trained(self.engine)

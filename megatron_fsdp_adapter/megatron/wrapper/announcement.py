@@ -28,7 +28,7 @@ def announcement(
     padding = sum(group.layout.total_numel for group in groups) - numel
     place = " in host memory" if engine.offload else ""
     parts = [
-        f"FullyShardedDataParallel: strategy {engine.strategy.name} over "
+        f"FullyShardedDataParallel: strategy {engine.strategies_named} over "
         f"{plan.domains[DENSE].axis.size} ranks, {len(plan.units)} units "
         f"({', '.join(plan.classes)}, root), {numel} parameters{_quantized(groups, config)}, "
         f"{100 * padding / numel:.2f}% padding",

@@ -62,7 +62,8 @@ def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
     changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
     forced = {change.option: change.after for change in changes}
     has_recipe = capability.recipe_of(given.config) is not None
-    would_copy = has_recipe and engine.config.strategy.shard_weights
+    shards_weights = any(row.shard_weights for row in engine.config.strategies)
+    would_copy = has_recipe and shards_weights
     must_be_off = would_copy or asks_fusion(given.config)
     if must_be_off and switch_off_weight_cache(given.module):
         forced[CACHE_OPTION] = True

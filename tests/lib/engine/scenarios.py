@@ -234,6 +234,21 @@ SCENARIOS["whole_kept"] = rare(ONE_RANK_EACH | KEPT, strategies=ONLY_ZERO_3)
 SCENARIOS["whole_instances"] = rare(ONE_RANK_EACH | INSTANCES, strategies=SHARDED)
 SCENARIOS["whole_replicas"] = rare(ONE_RANK_EACH | REPLICAS, strategies=SHARDED)
 
+# domains with strategies of their own
+for name in STRATEGIES:
+    others = tuple(other for other in STRATEGIES if other != name)
+    split = TWO_DOMAINS | {"split_strategy": name}
+    SCENARIOS[f"split_{name}"] = Scenario(split, PLAIN, others)
+    SCENARIOS[f"split_{name}_mixed"] = rare(split, (*MIXED[2:], "gradients_late"), others)
+    SCENARIOS[f"split_{name}_slots"] = rare(split | SLOTS, (*MIXED, "exports"), others)
+    SCENARIOS[f"split_{name}_adding"] = rare(split | ADDING, strategies=others, apart=TWICE)
+    SCENARIOS[f"split_{name}_recompute"] = rare(split | RECOMPUTED, strategies=others)
+    SCENARIOS[f"split_{name}_instances"] = rare(split | INSTANCES, strategies=others)
+    untold = tuple(other for other in others if {name, other} & {*SHARDED})
+    SCENARIOS[f"split_{name}_untold"] = rare(
+        split | {"told": False}, strategies=untold, like={"told": True}
+    )
+
 # units that keep weights, or gradients too
 SCENARIOS["kept"] = Scenario(KEPT, (*MIXED, "gradients_late"), ONLY_ZERO_3)
 SCENARIOS["kept_weights"] = Scenario(

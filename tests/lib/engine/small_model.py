@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.core.config import (
     poison_asked,
 )
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.core.topology import EXPERT
 from tests.lib.engine.fused_linear import FusedLinear, Operation
 from tests.lib.quantized.emulated import CountingParams, quantize_linears
 
@@ -38,7 +39,8 @@ def microbatch(index: int) -> torch.Tensor:
 class Setup:
     """A model, a world and a strategy. `recompute` is None, "reentrant", "non_reentrant" or
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
-    `down` maps over a domain of their own, of every second rank. `outer` instances of the model
+    `down` maps over a domain of their own, of every second rank, with the strategy
+    `split_strategy` if that is given. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `WgradProtocol` that does;
@@ -69,6 +71,7 @@ class Setup:
     comm_dtype: torch.dtype | None = None
     root_norm: bool = True
     split: bool = False
+    split_strategy: str | None = None
     outer: int = 1
     shard_outer: bool = False
     check_by: str | None = None
@@ -118,13 +121,19 @@ class Setup:
     @property
     def config(self) -> EngineConfig:
         row = STRATEGIES[self.strategy]
+        apart = ()
+        rows = [row]
+        if self.split_strategy is not None:
+            rows.append(STRATEGIES[self.split_strategy])
+            apart = ((EXPERT, rows[-1]),)
         return EngineConfig(
             row,
             MixedPrecisionPolicy(
                 self.main_params, self.main_grads, self.comm_dtype, as_fsdp2=self.as_fsdp2
             ),
-            overlap_grad_reduce=self.overlap or row.shard_grads,
-            overlap_param_gather=self.overlap or row.shard_weights,
+            domain_strategies=apart,
+            overlap_grad_reduce=self.overlap or any(one.shard_grads for one in rows),
+            overlap_param_gather=self.overlap or any(one.shard_weights for one in rows),
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
             weight_slots=self.slots,

@@ -72,6 +72,7 @@ BESIDE: tuple[Mapping[str, Any], ...] = (
     {"fp16": True}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
     {"chunked_optimizer_state_offload": True}, {"optimizer": "muon"},
     {"async_save": True, "async_strategy": "mcore"},
+    {"expert_data_parallel_sharding_strategy": "optim"},
 )  # fmt: skip
 """What else may have to be set."""
 
@@ -253,6 +254,7 @@ WORDS: dict[Any, tuple[list[str], Any]] = {
     int: (["3"], 3),
     float: (["1.5"], 1.5),
     str: (["a"], "a"),
+    table.Text: (["a"], "a"),
     table.Gib: (["1.5"], 1.5),
 }
 """What stands behind a flag, and what becomes of it, by the type of its option."""
