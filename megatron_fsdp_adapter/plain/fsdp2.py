@@ -131,18 +131,22 @@ class FSDP2Module(NotCopyable, FSDPModule):
         engine_of(self).release(mark_on(self).unit)
 
     def reset_iter_state(self) -> None:
-        """Forgets a forward or backward that raised, with its gradients."""
+        """Forgets a forward or backward that raised, with its gradients, and all sums that are not
+        in `.grad`. What earlier backwards have left in `.grad` stays, unless that one has added to
+        it."""
         engine = mark_on(self).model.engine
         if engine is not None:
-            engine.zero_grads()
+            engine.reset()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether the next backwards reduce gradients of the module. Otherwise each rank adds
-        them up unsharded, in the dtype in which they are sent. `.grad` has them after a backward
-        that reduces."""
-        set_on(self, recurse, lambda engine, unit: unit.defer(not requires_gradient_sync))
+        """Sets whether the next backwards reduce gradients of the module, also over replicas.
+        Otherwise each rank adds them up unsharded, in the dtype in which they are sent. `.grad` has
+        them after a backward that reduces."""
+        deferred = not requires_gradient_sync
+        set_on(self, recurse, lambda engine, unit: unit.defer(deferred))
+        set_on(self, recurse, lambda engine, unit: unit.withhold(deferred))
         self._end_step_if_whole(requires_gradient_sync, recurse)
 
     def _end_step_if_whole(self, ends: bool, recurse: bool) -> None:

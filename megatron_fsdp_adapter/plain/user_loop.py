@@ -240,12 +240,29 @@ class UserLoopEngine(ShowingEngine):
         refuse_sums(added, self.trained, self._earlier, self._attached)
         with_gradients = super().recover()
         for grads in self.grads:
-            grads.forget_untaken()
+            grads.take_off()
         if self._earlier is not Earlier.UNATTACHED:
             self._forget({pair for pair in self.trained if pair.sharded.grad is None}, True)
             if self.has_grads:
                 self.step.keep_grads()
         return with_gradients
+
+    def reset(self) -> None:
+        """Forgets a forward or backward that raised, with its gradients, and all sums that are not
+        in `.grad`. What is in `.grad` stays, unless that backward has added to it."""
+        self._follow_grads()
+        failed = self.step.backward
+        units = [self.units[ordinal] for ordinal in failed.done] if failed.running else []
+        added = {group for unit in units for group in unit.trainable_groups}
+        if any(pair.group in added for pair in self._attached):
+            self.zero_grads()
+            return
+        super().recover()
+        for grads in self.grads:
+            grads.forget_sums()
+        self._forget({*self.trained} - self._attached, collected=True)
+        if self._attached:
+            self.step.keep_grads()
 
     # What an optimizer of torch calls.
 

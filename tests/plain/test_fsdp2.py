@@ -433,7 +433,8 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
 @on_ranks(4)
 def test_modules_of_which_replicas_keep_sums(rank: int) -> None:
     """Of one block each replica keeps its sums in all microbatches but the last, of the others in
-    the second one alone. A further backward of the whole model is summed at once."""
+    the second one alone. A further backward of the whole model is summed at once, and so is one
+    after `set_requires_gradient_sync`, which is for both axes."""
     found = []
     for shard in (theirs, ours):
         made = sharded(shard, model(), **_replicas())
@@ -458,8 +459,13 @@ def test_modules_of_which_replicas_keep_sums(rank: int) -> None:
             made(tokens(step, 9, rank)).mean().backward()
             seen.append([param.grad is None for param in made.parameters()])
             made.zero_grad()
-            made.set_requires_all_reduce(True)
+            made.set_requires_gradient_sync(step == 0)
+            made.set_requires_all_reduce(step == 1)
+            block.set_requires_gradient_sync(True)
             made(tokens(step, 10, rank)).mean().backward()
+            seen.append([param.grad is None for param in made.parameters()])
+            made.set_requires_gradient_sync(True)
+            made(tokens(step, 11, rank)).mean().backward()
             seen += [param.grad.full_tensor() for param in made.parameters()]
             made.zero_grad()
         found.append(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,12 @@ from tests.lib.plain.fsdp2_shapes import model
 from tests.lib.plain.plain import Block, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
-CHECKS = ("plain/left_grads.py", "plain/user_loop.py", "core/engine/step.py")
+CHECKS = (
+    "plain/left_grads.py",
+    "plain/user_loop.py",
+    "core/engine/grad_callbacks.py",
+    "core/engine/step.py",
+)
 
 
 def _sharded() -> Any:
@@ -132,6 +138,50 @@ def test_gradients_that_were_added_to_earlier_ones_cannot_be_used(rank: int, use
         _loss(made, 2).backward()
         _check(made, 2)
         optimizer.zero_grad()
+
+
+def _raises_in_forward(made: Any, number: int) -> None:
+    hook = made.blocks[1].register_forward_pre_hook(lambda *_: {}["a forward that raises"])
+    with suppress(KeyError):
+        _loss(made, number)
+    hook.remove()
+
+
+@pytest.mark.parametrize("raises", [_raises_in_forward, _raises_at_once])
+@on_ranks(2)
+def test_a_reset_keeps_what_is_in_grad(rank: int, raises: Callable[[Any, int], None]) -> None:
+    """And no sum that is not there yet. In the last step one block is reduced, and no other."""
+    made = _sharded()
+    for _ in range(2):
+        _loss(made, 0).backward()
+        made.set_requires_gradient_sync(False)
+        _loss(made, 1).backward()
+        made.set_requires_gradient_sync(True)
+        raises(made, 2)
+        made.reset_iter_state()
+        _check(made, 0)
+        _loss(made, 3).backward()
+        _check(made, 0, 3)
+        made.zero_grad()
+    made.set_requires_gradient_sync(False)
+    made.blocks[0].set_requires_gradient_sync(True)
+    _loss(made, 4).backward()
+    own = {name: grad for name, grad in _grads(made).items() if "blocks.0" in name}
+    raises(made, 5)
+    made.reset_iter_state()
+    torch.testing.assert_close(_grads(made), own)
+    assert own
+
+
+@on_ranks(2)
+def test_a_backward_of_a_model_that_was_deleted(rank: int) -> None:
+    made: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    fully_shard(made[0])
+    loss = fully_shard(made)(torch.ones(2, 4)).sum()
+    del made
+    gc.collect()
+    with pytest.raises(RuntimeError, match="its model was deleted before the backward"):
+        loss.backward()
 
 
 @on_ranks(2)

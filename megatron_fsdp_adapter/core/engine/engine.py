@@ -28,6 +28,7 @@ from . import construction, hooks
 from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
 from .gather import GatherPipeline
 from .grad_buffers import GradState
+from .grad_callbacks import at_end_of_backward, grad_callback
 from .group import laid_out
 from .launches import LaunchComparison
 from .microbatches import Microbatches
@@ -176,8 +177,8 @@ class FsdpEngine(Microbatches):
         self.gather.unshard(unit)
         unit.busy = True
         if torch.is_grad_enabled():
-            done = hooks.grad_callback(self.post_backward, unit)
-            on_double_backward = hooks.grad_callback(self.pre_backward, unit)
+            done = grad_callback(self.post_backward, unit)
+            on_double_backward = grad_callback(self.pre_backward, unit)
             return hooks.on_inputs_done(args, kwargs, done, on_double_backward)
         return args, kwargs
 
@@ -189,8 +190,7 @@ class FsdpEngine(Microbatches):
         unit.busy = in_backward and not with_gradients
         self.step.backward.last_returned = unit
         if with_gradients:
-            reached = hooks.grad_callback(self.pre_backward, unit)
-            hooks.on_outputs_needed(output, reached, given)
+            hooks.on_outputs_needed(output, grad_callback(self.pre_backward, unit), given)
             if given:
                 hooks.put_back(given)
             if ends:
@@ -210,7 +210,7 @@ class FsdpEngine(Microbatches):
         self.root.busy = False
         self.gather.show_sharded(staying=False)
         if hooks.has_grad_output(output):
-            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
+            hooks.on_outputs_needed(output, grad_callback(self.pre_backward, self.root))
         else:
             self.end_evaluation()
 
@@ -231,7 +231,7 @@ class FsdpEngine(Microbatches):
         accumulates = hooks.accumulates(self.groups)
         if self.step.running is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
-        known = hooks.at_end_of_backward(self.end_backward)
+        known = at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
         self.step.backward.known = known
         self.gather.unshard(self.root)

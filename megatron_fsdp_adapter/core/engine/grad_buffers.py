@@ -372,9 +372,17 @@ class GradBuffers:
         with unchecked():
             return self.direct.is_open or any(param.grad is not None for param in self._params)
 
-    def forget_untaken(self) -> None:
-        """Forgets gradients that backward has left and `take` has not taken."""
-        self._take_off()
+    def forget_sums(self) -> None:
+        """Forgets what a backward has left, and sums that are beside reduced gradients."""
+        self.take_off()
+        with unchecked():
+            forget_partial(self._managed)
+        if self.has_earlier:
+            self.advance(GradState.FINISHED)
+        self.partial_finished()
+        self.has_more = False
+        self.release_bucket()
+        self.release_partial()
 
     def take(self, accumulate: bool) -> None:
         """Moves the unsharded parameters' `.grad` into `collected`.
@@ -383,7 +391,7 @@ class GradBuffers:
         all that is there. Otherwise it replaces what is there, and a parameter without a gradient
         gets zeros.
         """
-        every = self._take_off()
+        every = self.take_off()
         written = self.direct.close() if self.direct.is_open else set()
         if not accumulate and not written and all(grad is not None for grad in every):
             self.given = self._all
@@ -406,7 +414,7 @@ class GradBuffers:
         """Moves the unsharded parameters' `.grad` into a new buffer and returns that. It has the
         bucket's dtype, and is zero where there is no gradient."""
         late = self.shards.buffer(self.shards.full, self.bucket.tensor.dtype)
-        grads = self._take_off()
+        grads = self.take_off()
         found = [index for index, grad in enumerate(grads) if grad is not None]
         self.given |= set(found)
         views = [late.params[index] for index in found]
@@ -434,7 +442,7 @@ class GradBuffers:
             torch._foreach_add_(sums, added)
         copy_each(replaced, copied)
 
-    def _take_off(self) -> list[torch.Tensor | None]:
+    def take_off(self) -> list[torch.Tensor | None]:
         """Takes `.grad` off the unsharded parameters and returns them."""
         with unchecked():
             grads = [param.grad for param in self._params]
@@ -483,9 +491,7 @@ class GradBuffers:
             return
         self.has_more = False
         if collected:
-            self._take_off()
-            with unchecked():
-                forget_partial(self._managed)
+            self.forget_sums()
         self.advance(GradState.EMPTY)
         self.given = frozenset()
         self.direct.close()

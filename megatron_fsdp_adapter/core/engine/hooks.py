@@ -28,6 +28,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 
 from . import transforms
+from .grad_callbacks import grad_callback
 from .group import ParamGroup
 from .partition import ROOT, unchecked
 from .unit import Unit
@@ -408,19 +409,6 @@ def _leave(engine: EngineRef, key: Any, module: nn.Module, args: Any, out: Any) 
             alive.step.forward_raised()
 
 
-def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """A tensor hook that calls the bound engine `method` and leaves the gradient alone."""
-    engine = weakref.ref(method.__self__)  # type: ignore[attr-defined]
-    function = method.__func__  # type: ignore[attr-defined]
-
-    def callback(*unused_grads: Any) -> None:
-        alive = engine()
-        if alive is not None:
-            function(alive, *args)
-
-    return callback
-
-
 def register(engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]) -> None:
     """Registers all hooks of an engine:
 
@@ -490,11 +478,3 @@ def _register_leave(module: nn.Module, ref: EngineRef, key: Any) -> None:
 def _untraced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """A hook that torch.compile leaves out of the graphs of a module that it compiles."""
     return torch.compiler.disable(functools.partial(function, *args))  # type: ignore[no-any-return]
-
-
-def at_end_of_backward(method: Callable[[], None]) -> weakref.ref[Any]:
-    """Calls the bound engine `method` when the running backward has finished. The result refers to
-    nothing once that backward is over, also if it has raised."""
-    callback = grad_callback(method)
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-    return weakref.ref(callback)
