@@ -46,6 +46,7 @@ from .fsdp2_model import (
     WITHIN,
     Mark,
     Model,
+    OwnPlaces,
     UnitSetting,
     divide_grads,
     engine_of,
@@ -66,7 +67,7 @@ from .mesh import (
     left_out_of,
     whole_mesh,
 )
-from .sharded_params import keeping_params, show_tied
+from .sharded_params import keeping_params, show_tied, waits_for_run
 
 
 class FSDP2Module(NotCopyable, FSDPModule):
@@ -316,9 +317,9 @@ def fully_shard(
         reshard_after_forward: False keeps weights gathered after forward; a number of ranks keeps
             them sharded over so many neighbors, until the backward. Any other value reshards them
             to all ranks. The root's weights stay through a pass with any value.
-        shard_placement_fn: called with each parameter. The dim that it returns is a hint: rows are
-            cut along dim 0 anyway. ValueError for a dim that the parameter has not, or another
-            mesh.
+        shard_placement_fn: called with each parameter. It returns the dim to split, as torch's
+            Shard, or torch's ShardPlacementResult, which has a mesh too. None splits rows. The
+            ranks must divide any dim but the first.
         mp_policy: dtypes of the module.
         offload_policy: with `CPUOffloadPolicy` parameters and gradients are in host memory, where
             an optimizer steps. After `fully_shard_optimizer`, called before the model runs, it
@@ -352,13 +353,13 @@ def fully_shard(
         whole=whole_mesh(mesh, dp_mesh_dims),
     )
     # All are checked before one is changed.
-    elsewhere: dict[int, FullyShardOptions] = {}
+    placed = OwnPlaces({}, {})
     for one in modules:
         show_tied(managed_params(one))
-        elsewhere |= _check(one, shard_placement_fn, options)
+        _check(one, shard_placement_fn, options, placed)
     for one in modules:
         # Sharded first: a call that raises may be repeated.
-        params = shard_now(one, options, elsewhere)
+        params = shard_now(one, options, placed)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         # Where torch's composable functions look: `replicate` leaves sharded modules alone.
         one.__dict__.setdefault(REGISTRY_KEY, {})[SUBJECT] = RegistryItem()
@@ -370,17 +371,17 @@ def _check(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any] | None,
     options: FullyShardOptions,
-) -> dict[int, FullyShardOptions]:
-    """Returns what `_placed_elsewhere` does. ValueError for a module that `fully_shard` cannot be
-    called with, or cannot shard."""
+    placed: OwnPlaces,
+) -> None:
+    """Adds to `placed`. ValueError for a module that `fully_shard` cannot be called with, or cannot
+    shard."""
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
-    elsewhere: dict[int, FullyShardOptions] = {}
     if placement_of is not None:
-        elsewhere = _placed_elsewhere(module, placement_of, options, found)
+        found += _place(module, placement_of, options, placed)
     plain: set[str] = set()
     for entry in params_to_shard(module, options):
         param = entry.param
-        own = elsewhere.get(id(param), options)
+        own = placed.elsewhere.get(id(param), options)
         problem = extended.problem_of(param, options.offload, options.policy.param_dtype)
         if isinstance(param, DTensor):
             problem = problem or problem_of(param, own.mesh, own.whole)
@@ -403,7 +404,6 @@ def _check(
         trained_dtypes=(*TRAINED_DTYPES, torch.float64),
     )
     raise_problems(SUBJECT, found)
-    return elsewhere
 
 
 def _problems_of_call(module: nn.Module) -> Iterator[str]:
@@ -426,31 +426,54 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _placed_elsewhere(
+def _place(
     module: nn.Module,
     placement_of: Callable[[nn.Parameter], Any],
     options: FullyShardOptions,
-    found: list[str],
-) -> dict[int, FullyShardOptions]:
-    """Options over other ranks, by the id of a parameter for which `placement_of` returns such.
+    placed: OwnPlaces,
+) -> Iterator[str]:
+    """Adds parameters to `placed` as `placement_of` returns. Yields problems.
 
     It returns None, torch's Shard, or torch's `ShardPlacementResult`, which has a Shard and a mesh.
-    Adds problems to `found`."""
+    """
     others: dict[object, FullyShardOptions] = {}
-    elsewhere = {}
     for entry in params_to_shard(module, options):
         param = entry.param
-        placed = placement_of(param)
-        dim = getattr(getattr(placed, "placement", placed), "dim", 0)
-        dims = max(param.ndim, 1)  # a scalar is one row
-        if not -dims <= dim < dims:
-            found.append(
-                f"shard_placement_fn returned Shard({dim}) for parameter {entry.fqns[0]}, which "
-                f"has {param.ndim} dims. Return one of these, or None"
-            )
-        info = getattr(placed, "mesh_info", None)
+        returned = placement_of(param)
+        own = options
+        info = getattr(returned, "mesh_info", None)
         if info is not None:
             own = options.over(info)
             ranks = tuple(map(dist.get_process_group_ranks, filter(None, own.groups)))
-            elsewhere[id(param)] = others.setdefault(str(ranks), own)
-    return elsewhere
+            own = others.setdefault(str(ranks), own)
+            placed.elsewhere[id(param)] = own
+        given = getattr(getattr(returned, "placement", returned), "dim", 0)
+        problem = _problem_of_dim(param, given, own)
+        if problem:
+            yield (
+                f"shard_placement_fn returned Shard({given}) for parameter {entry.fqns[0]}, "
+                f"{problem}"
+            )
+        elif given % max(param.ndim, 1):
+            placed.dims[id(param)] = given % param.ndim
+
+
+def _problem_of_dim(param: Any, given: int, options: FullyShardOptions) -> str:
+    """The reason why a parameter cannot be split along the dim `given`, and what to do; empty if it
+    can."""
+    dims = max(param.ndim, 1)  # a scalar is one row
+    if not -dims <= given < dims:
+        return f"which has {param.ndim} dims. Return one of these, or None"
+    dim = given % dims
+    if dim == 0:
+        return ""
+    if extended.is_extended(param) or waits_for_run(param):
+        return f"whose class {type(param).__name__} is split by rows only. Return Shard(0), or None"
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    size = dist.get_world_size(options.groups[0])
+    if local.shape[dim] % size:
+        return (
+            f"which has {local.shape[dim]} elements along it: {size} ranks cannot have equal "
+            "parts. Return Shard(0), or a dim that the ranks divide"
+        )
+    return ""

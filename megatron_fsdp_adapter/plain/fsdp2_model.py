@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -156,12 +156,20 @@ def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
             setting(mark.model.engine, mark.unit)
 
 
+class OwnPlaces(NamedTuple):
+    """Places of parameters that are not split by rows over the ranks of a call, by id."""
+
+    # Options over the ranks of each that is to be sharded over other ones.
+    elsewhere: dict[int, FullyShardOptions]
+    # The dim of each that is not split along the first one.
+    dims: dict[int, int]
+
+
 def shard_now(
-    module: nn.Module, options: FullyShardOptions, elsewhere: Mapping[int, FullyShardOptions]
+    module: nn.Module, options: FullyShardOptions, placed: OwnPlaces
 ) -> dict[int, ShardedParam]:
     """Shards the parameters of `module` that no earlier call has sharded or ignored, and moves its
-    buffers to the mesh's device. Collective. elsewhere: by the id of a parameter that is to be
-    sharded over other ranks, the options over these.
+    buffers to the mesh's device. Collective. placed: those that do not go where others do.
 
     Returns them by the ids of sharded ones. ValueError if the ranks' parameters differ."""
     device = device_of_type(module, options.device_type)
@@ -169,11 +177,12 @@ def shard_now(
     by_ranks: dict[FullyShardOptions, list[ManagedParam]] = {}
     for entry in params_to_shard(module, options):
         if not waits_for_run(entry.param):
-            own = elsewhere.get(id(entry.param), options)
+            own = placed.elsewhere.get(id(entry.param), options)
             by_ranks.setdefault(own, []).append(entry)
     made = {}
     for own, entries in by_ranks.items():
-        for one in shard_params(SUBJECT, entries, own.groups, own.domain, device, own.keep):
+        place = (own.groups, own.domain, device, own.keep, placed.dims)
+        for one in shard_params(SUBJECT, entries, *place):
             made[id(one.sharded)] = one
     return made
 

@@ -37,8 +37,8 @@ def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
     if split:
         raise ValueError(
             f"optimizer: {split} of its parameters are also split over ranks of tensor "
-            "parallelism, or gathered by functions of their own, which fully_shard_optimizer does "
-            "not support. Use the optimizer as it is"
+            "parallelism, split by another dim than the first, or gathered by functions of their "
+            "own, which fully_shard_optimizer does not support. Use the optimizer as it is"
         )
     return engines_behind(params)
 

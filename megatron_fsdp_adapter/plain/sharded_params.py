@@ -12,8 +12,9 @@ with the memory that they have: views of it, such as state dicts of before, stay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from ..core.engine.extensions import (
     dtensor_of_rows,
     plain_parts,
     rows_of_rank,
+    split_along,
     with_extension,
 )
 from ..core.engine.params import (
@@ -90,10 +92,11 @@ def waits_for_run(param: torch.Tensor) -> bool:
     return kind_of(type(param)) is not None
 
 
-def placements_over(mesh: DeviceMesh) -> list[Placement]:
-    """The placements of sharded parameters over (replicas, shards) or (shards,)."""
+def placements_over(mesh: DeviceMesh, dim: int = 0) -> list[Placement]:
+    """The placements of parameters that are split along `dim`, over (replicas, shards) or
+    (shards,)."""
     replicas: list[Placement] = [Replicate()] * (mesh.ndim - 1)
-    return [*replicas, Shard(0)]
+    return [*replicas, Shard(dim)]
 
 
 @for_training()
@@ -104,10 +107,12 @@ def shard_params(
     domain: ShardDomain,
     device: torch.device,
     keep: Callable[[torch.Tensor], torch.Tensor],
+    dims: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ShardedParam]:
     """Puts sharded parameters in the place of those of `entries`. Collective, unless all are on the
     meta device: all ranks get the rows of the first rank's values. keep: brings a rank's rows to
-    where they stay.
+    where they stay. dims: by the id of a parameter that is not split along the first dim, which one
+    is.
 
     Raises:
         ValueError: the parameters of the ranks differ in names, shapes or dtypes.
@@ -126,7 +131,8 @@ def shard_params(
         if own_way:
             sharded = _sharded_by_its_class(entry, local, groups[0], domain)
         else:
-            sharded = _sharded(entry, local, groups[0], domain, keep)
+            dim = dims.get(id(original), 0)
+            sharded = _sharded(entry, local, groups[0], domain, keep, dim)
         mark_as_part_of_buffer(sharded)
         give_address(sharded)
         if not own_way:  # as of torch's FSDP2, it has nothing of the class
@@ -189,16 +195,17 @@ def _sharded(
     group: dist.ProcessGroup,
     domain: ShardDomain,
     keep: Callable[[torch.Tensor], torch.Tensor],
+    dim: int,
 ) -> Any:
-    """The sharded parameter of a plain one, or of a DTensor. Its rows of `local` have memory of
-    their own."""
+    """The sharded parameter of a plain one, or of a DTensor. Its part of `local` along `dim` has
+    memory of its own."""
     original = entry.param
     whole = local.view(1) if local.ndim == 0 else local  # a scalar is one row
-    chunks = torch.chunk(whole, dist.get_world_size(group))
+    chunks = torch.chunk(whole, dist.get_world_size(group), dim)
     rank = dist.get_rank(group)
     part = chunks[rank] if rank < len(chunks) else whole[:0]
     rows = keep(torch.empty_like(part, memory_format=torch.contiguous_format).copy_(part))
-    placements = placements_over(domain.mesh)
+    placements = placements_over(domain.mesh, dim)
     if isinstance(original, DTensor):
         made = dtensor_over(rows, *sharded_place(original, domain, placements))
     else:
@@ -240,7 +247,7 @@ def show_tied(entries: Iterable[ManagedParam]) -> None:
 
 
 def _take_whole_tensors(owner: Any) -> None:
-    """Has loads into `owner` take whole tensors, too, until the engine does that."""
+    """Has loads into `owner` take whole tensors, too, where the engine does not do that."""
     if WHOLE_TENSORS not in owner.__dict__:
         owner.__dict__[WHOLE_TENSORS] = True
         owner.register_load_state_dict_pre_hook(_distribute_values)
@@ -251,7 +258,7 @@ def _distribute_values(owner: Any, state_dict: dict[str, Any], prefix: str, *_: 
     for name, param in owner._parameters.items():
         value: Any = state_dict.get(prefix + name)
         is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if not is_whole or not isinstance(param, DTensor) or hasattr(param, "_fsdp_engine"):
+        if not is_whole or not isinstance(param, DTensor) or hasattr(param, "fsdp_layout_ref"):
             continue
         is_plain = all(type(one) in (Shard, Replicate) for one in param.placements)
         if is_plain and not is_extended(param) and value.numel() == param.numel():
@@ -293,17 +300,22 @@ def as_before_sharding(
     sharded: Any = entry.param
     refuse_assigned(sharded, f"data of parameter {entry.fqns[0]}")
     *outer, last = [sharded.placements[dim] for dim in _own_dims(sharded, domain)]
-    splits_rows = isinstance(last, (Shard, _StridedShard)) and last.dim == 0
-    if not splits_rows or not all(one.is_replicate() for one in outer):
+    is_split = isinstance(last, (Shard, _StridedShard))
+    if is_split and last.dim == 0 and is_extended(sharded):
+        return with_extension(entry, device)
+    original = _without_values(sharded, None if found is None else found.original, domain, device)
+    original.requires_grad = sharded.requires_grad
+    made = as_managed(replace(entry, param=original, sharded=sharded))
+    size = domain.axis.size
+    is_even = is_split and (last.dim == 0 or made.param.shape[last.dim] % size == 0)
+    if not is_even or not all(one.is_replicate() for one in outer):
         raise ValueError(
             f"parameter {entry.fqns[0]}: it was replaced by a DTensor with the placements "
             f"{sharded.placements}. Put one there that is sharded as the former was"
         )
-    if is_extended(sharded):
-        return with_extension(entry, device)
-    original = _without_values(sharded, None if found is None else found.original, domain, device)
-    original.requires_grad = sharded.requires_grad
-    return as_managed(replace(entry, param=original, sharded=sharded))
+    if last.dim == 0 or size == 1:
+        return made
+    return split_along(made, last.dim, size)
 
 
 def _own_dims(sharded: Any, domain: ShardDomain) -> list[int]:

@@ -779,7 +779,7 @@ def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
     assert given.x.dtype == FP32
 
 
-def test_a_dim_to_shard_is_a_hint(one_rank: None) -> None:
+def test_the_dim_to_shard_is_asked_for_each_parameter_of_a_call(one_rank: None) -> None:
     made = model()
     expected = [param for name, param in made.named_parameters() if "blocks" not in name]
     asked: list[Any] = []
@@ -792,7 +792,9 @@ def test_a_dim_to_shard_is_a_hint(one_rank: None) -> None:
 
     ours(made, shard_placement_fn=last)
     assert list(map(id, asked)) == list(map(id, expected))
-    assert all(param.placements == (Shard(0),) for param in made.parameters())
+    for name, param in made.named_parameters():
+        dim = 0 if "blocks" in name else max(param.ndim - 1, 0)
+        assert param.placements == (Shard(dim),), name
 
 
 def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:

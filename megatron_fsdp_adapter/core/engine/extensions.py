@@ -13,6 +13,17 @@ until the first gather. A hook hands the unsharded parameter's gradient to it, s
 through the buffers of the group.
 
 Tensors are gathered as bytes: not every process group carries 8-bit floats.
+
+A parameter that is split along another dim than the first is gathered in the same way, by functions
+of this module. The managed one has the parts along that dim one below the other, so that each rank
+has rows of it, which are the local tensor of the sharded parameter:
+
+    unsharded parameter, dim 1 split        a b c d
+                                            e f g h
+    managed parameter                       a b
+                                            e f
+                                            c d
+                                            g h
 """
 
 from __future__ import annotations
@@ -37,6 +48,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 
 from .buffer import FlatBuffer, Slot, mark_owned
 from .partition import Extension, ManagedParam, UnitPlan, add_grad
+from .tensor_parallel import show_over
 
 BEFORE = "fsdp_pre_all_gather"
 AFTER = "fsdp_post_all_gather"
@@ -57,6 +69,26 @@ def with_extension(entry: ManagedParam, device: torch.device) -> ManagedParam:
     shown = nn.Parameter(_without_memory(sharded.shape, sharded.dtype, device), trained)
     extension = Extension(type(sharded._local_tensor).__name__, sharded, shown, trained)
     return replace(entry, param=shown, extension=extension, sharded=sharded)
+
+
+def split_along(entry: ManagedParam, dim: int, size: int) -> ManagedParam:
+    """`entry`, whose parameter has no values yet, split into `size` parts along `dim`, which is not
+    the first one."""
+    shown = entry.param
+    rows, *others = shown.shape
+    others[dim - 1] //= size
+    shape = (rows * size, *others)
+    trained = shown.requires_grad
+    managed = nn.Parameter(_without_memory(shape, shown.dtype, shown.device), trained)
+    sharded: Any = entry.sharded
+    kind = type(sharded._local_tensor).__name__
+    extension = Extension(kind, sharded, shown, trained, dim=dim)
+    return replace(entry, param=managed, extension=extension)
+
+
+def parts_as_rows(whole: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The `size` parts of `whole` along `dim`, one below the other."""
+    return torch.cat(whole.chunk(size, dim)) if dim else whole
 
 
 def _without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -152,9 +184,9 @@ class ExtendedParam:
         self._size = size  # ranks on it
         self._dtype = dtype  # in which modules compute
         self._runtime = runtime  # takes and gives storage
-        self._shape = torch.Size(entry.param.shape)  # of the whole parameter
-        # Its rows on the rank that has the most.
-        self._most_rows = divide_up(self._shape[0], size)
+        self._shape = torch.Size(entry.unsharded.shape)  # of the whole parameter
+        # Of the managed one on the rank that has the most rows.
+        self._most = torch.Size((divide_up(entry.param.shape[0], size), *entry.param.shape[1:]))
         # What is gathered into, one buffer for each tensor.
         self._buffers: list[FlatBuffer] = []
         # Memory that `fsdp_post_all_gather` has made beside these, as bytes.
@@ -172,6 +204,8 @@ class ExtendedParam:
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The functions of the local tensor. RuntimeError if it lacks one: each rank would go on
         with values that no function has made."""
+        if self.extension.dim:
+            return self._compute_rows, self._joined
         sharded: Any = self.extension.sharded
         local = sharded._local_tensor
         absent = missing(local)
@@ -181,6 +215,26 @@ class ExtendedParam:
                 f"{' and no '.join(absent)}. {REMEDY}"
             )
         return getattr(local, BEFORE), getattr(local, AFTER)
+
+    def _compute_rows(self, mesh: DeviceMesh) -> Any:
+        """This rank's part along a dim, as `fsdp_pre_all_gather` gives what is sent."""
+        sharded: Any = self.extension.sharded
+        device = self.entry.unsharded.device
+        return (sharded._local_tensor.to(device, self._dtype, non_blocking=True),), None
+
+    def _joined(
+        self, outputs: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, out: Any = None
+    ) -> Any:
+        """The parts of all ranks joined along their dim, as `fsdp_post_all_gather` does it."""
+        (rows,) = outputs
+        parts = rows.chunk(self._size)
+        if out is None:
+            joined = torch.cat(parts, self.extension.dim)
+            return joined, (joined,)
+        # Autograd may have saved the parameter, and its values are those again.
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            torch.cat(parts, self.extension.dim, out=out)
+        return None
 
     def ask(self) -> None:
         """Has `fsdp_pre_all_gather` make what this rank sends, and gives memory to buffers."""
@@ -210,7 +264,7 @@ class ExtendedParam:
         """ValueError if this rank has fewer rows than others, and sends less."""
         sharded: Any = self.extension.sharded
         local = sharded._local_tensor
-        padded = torch.Size((self._most_rows, *self._shape[1:]))
+        padded = self._most
         if local.size() != padded and any(size != padded for size in sizes):
             raise ValueError(
                 f"{self._named()}: its {self._shape[0]} rows are split unevenly over {self._size} "
@@ -276,24 +330,53 @@ class ExtendedParam:
         managed = self.entry.param
         trained = self.extension.is_trained
         shown = nn.Parameter(unsharded, trained)
-        if trained:
-            shown.register_post_accumulate_grad_hook(_handing_over(managed))
+        if trained and self.entry.dtensor is None:
+            shown.register_post_accumulate_grad_hook(self._handing_over())
         shown.requires_grad = managed.requires_grad
         for name, value in vars(managed).items():
             if name.startswith("_fsdp_"):
                 setattr(shown, name, value)
+        if self.entry.dtensor is not None:
+            show_over(self.entry.dtensor, shown, self._taking_grad())
         for owner, name in self.entry.slots:
             if owner._parameters.get(name) is extension.shown:
                 owner._parameters[name] = shown
         extension.shown = shown
         extension.is_made = True
 
+    def _taking_grad(self) -> Callable[[torch.Tensor], None]:
+        """A function that adds a gradient of the unsharded parameter to the managed one's."""
+        managed = self.entry.param
+        dim = self.extension.dim
+        size = self._size
+
+        def take(grad: torch.Tensor) -> None:
+            grad = as_plain(grad).to(managed.dtype)
+            add_grad(managed, parts_as_rows(grad, dim, size))
+
+        return take
+
+    def _handing_over(self) -> Callable[[Any], None]:
+        """A hook that moves the gradient of the unsharded parameter to the managed one."""
+        take_grad = self._taking_grad()
+
+        def hand_over(shown: Any) -> None:
+            grad = shown.grad
+            shown.grad = None
+            take_grad(grad)
+
+        return hand_over
+
+    def release_gathered(self) -> None:
+        """Gives back the memory of buffers."""
+        for buffer in self._buffers:
+            buffer.release()
+
     def release(self) -> None:
         """Gives back the memory of gathered weights."""
         self._sent = []
         self._metadata = None
-        for buffer in self._buffers:
-            buffer.release()
+        self.release_gathered()
         for memory in self._made:
             self._runtime.release(memory)
 
@@ -313,17 +396,6 @@ def _takes_all(function: Callable[..., Any]) -> bool:
     return count == 5
 
 
-def _handing_over(managed: nn.Parameter) -> Callable[[Any], None]:
-    """A hook that moves the gradient of an unsharded parameter to the managed one."""
-
-    def hand_over(shown: Any) -> None:
-        grad = as_plain(shown.grad).to(managed.dtype)
-        shown.grad = None
-        add_grad(managed, grad)
-
-    return hand_over
-
-
 class ExtendedWeights:
     """The compute weights of a group whose parameters have extensions; see `WeightBuffers`."""
 
@@ -331,6 +403,8 @@ class ExtendedWeights:
         self, params: Sequence[ExtendedParam], nbytes: int, slot: Slot, is_kept: bool
     ) -> None:
         self.params = params  # in layout order
+        # Whether any is a copy of what was gathered.
+        self.are_joined = any(param.extension.dim for param in params)
         self.nbytes = nbytes  # of unsharded weights in the compute dtype: about what they take
         self.slot = slot  # of the unit, of which nothing is taken
         self.is_kept = is_kept  # whether they stay while the unit does not compute
@@ -355,6 +429,12 @@ class ExtendedWeights:
         """Makes unsharded parameters of what was gathered. Returns whether any is a new object."""
         made = [param.finish() for param in self.params]
         return any(made)
+
+    def release_joined(self) -> None:
+        """Gives back the memory of what was gathered and is copied, on the current stream."""
+        for param in self.params:
+            if param.extension.dim:
+                param.release_gathered()
 
     def release(self) -> None:
         """Gives the memory of unsharded weights back, on the current stream."""

@@ -252,6 +252,9 @@ class GatherPipeline:
             unit.advance(Phase.READY)
             if unit.extended:
                 unit.make_extended()
+            if unit.joined:
+                self.runtime.follow(GATHER, COMPUTE)
+                self.runtime.free(GATHER, unit.release_joined)
 
     def keep_over(self, unit: Unit, groups: Mapping[str, Any]) -> None:
         """Has the weights of `unit` kept between a forward and its backward, sharded over the ranks

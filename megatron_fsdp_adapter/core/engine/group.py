@@ -161,6 +161,11 @@ class ParamGroup:
         """The parameters that modules have while they are unsharded."""
         return [entry.in_module for entry in self.managed]
 
+    @property
+    def unsharded(self) -> list[nn.Parameter]:
+        """The plain parameters over gathered weights."""
+        return [entry.unsharded for entry in self.managed]
+
     def _wants_shards(self) -> bool:
         """True if a shard of the compute weights is kept beside unsharded ones that do not stay.
 

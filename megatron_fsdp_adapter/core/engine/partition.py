@@ -94,13 +94,14 @@ class GroupKey:
 @dataclass(eq=False)
 class Extension:
     """The parameters beside the managed one, if that is gathered by functions of its own
-    (`extensions.py`)."""
+    (`extensions.py`), or split along another dim than the first."""
 
     # Name of the class of its values.
     kind: str
     # The sharded parameter, whose local tensor has the functions.
     sharded: nn.Parameter
-    # The parameter that modules have while it is unsharded: the managed one until `is_made`.
+    # The plain parameter that modules have while it is unsharded, by itself or in a DTensor. Until
+    # `is_made` it has no values.
     shown: nn.Parameter
     # Whether it may be trained.
     is_trained: bool
@@ -108,6 +109,8 @@ class Extension:
     policy: Any = None
     # Whether weights were gathered before.
     is_made: bool = False
+    # The dim that is split, if it is another one than the first.
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ class ManagedParam:
     split: the dim along which the model itself split the whole tensor over the last axis of its
         mesh; None if it is whole, or if there is no such axis.
     writer: how its gradient is written.
-    dtensor: the parameter that modules have, if that is a DTensor over `param`
-        (`tensor_parallel.py`); None if modules have `param` itself.
+    dtensor: the parameter that modules have, if that is a DTensor over `unsharded`
+        (`tensor_parallel.py`); None if modules have that itself.
     sharded: the sharded parameter, if it was made before the engine is. Its local tensor has the
         first main weights, and `param` has no values then, unless it is quantized.
     extension: its other parameters, if it is gathered by functions of its own; else None.
@@ -146,9 +149,12 @@ class ManagedParam:
     @property
     def in_module(self) -> nn.Parameter:
         """The parameter that modules have."""
-        if self.extension is not None:
-            return self.extension.shown
-        return self.param if self.dtensor is None else self.dtensor
+        return self.unsharded if self.dtensor is None else self.dtensor
+
+    @property
+    def unsharded(self) -> nn.Parameter:
+        """The plain parameter over gathered weights, which modules have or a DTensor over it."""
+        return self.param if self.extension is None else self.extension.shown
 
     def over(self, local: nn.Parameter) -> ManagedParam:
         """This one with `local` in place of the parameter that modules have."""

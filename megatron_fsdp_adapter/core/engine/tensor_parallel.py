@@ -15,6 +15,7 @@ or partial over dp, which the reduction sums up: then only the other dims are re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,11 +64,12 @@ def show_gathered(plan: UnitPlan) -> None:
     now. Has gradients handed over."""
     for entries in plan.groups.values():
         for entry in entries:
-            if entry.dtensor is not None:
-                _show_over(entry.dtensor, entry.param)
+            if entry.dtensor is not None and entry.extension is None:
+                show_over(entry.dtensor, entry.param, partial(add_grad, entry.param))
 
 
-def _show_over(shown: Any, local: nn.Parameter) -> None:
+def show_over(shown: Any, local: nn.Parameter, take_grad: Callable[[torch.Tensor], None]) -> None:
+    """Makes the DTensor `shown` one over `local`, whose gradients `take_grad` takes."""
     spec = shown._spec
     # `detach` shares the count of writes.
     over = dtensor_over(local.detach(), spec.mesh, spec.placements, spec.shape, spec.stride)
@@ -75,11 +77,11 @@ def _show_over(shown: Any, local: nn.Parameter) -> None:
     torch.utils.swap_tensors(shown, nn.Parameter(over, shown.requires_grad))
     vars(shown).update(marks)
     if shown.requires_grad:
-        shown.register_post_accumulate_grad_hook(_handing_over(local))
+        shown.register_post_accumulate_grad_hook(_handing_over(take_grad))
 
 
-def _handing_over(local: nn.Parameter) -> Callable[[Any], None]:
-    """A hook that moves the gradient of a module's DTensor to the managed parameter `local`."""
+def _handing_over(take_grad: Callable[[torch.Tensor], None]) -> Callable[[Any], None]:
+    """A hook that gives the gradient of a module's DTensor to `take_grad`."""
 
     def hand_over(shown: Any) -> None:
         grad = shown.grad
@@ -92,7 +94,7 @@ def _handing_over(local: nn.Parameter) -> Callable[[Any], None]:
         shown.grad = None
         if is_partial:
             grad = grad.redistribute(placements=wanted)
-        add_grad(local, grad.to_local().detach())
+        take_grad(grad.to_local().detach())
 
     return hand_over
 
@@ -113,40 +115,39 @@ def sharded_place(shown: Any, domain: ShardDomain, placements: Sequence[Placemen
     """The place of the sharded parameter of `shown`, whose local tensor is split over the mesh of
     `domain` by `placements`.
 
-    Torch takes an outer mesh dim for the first split of rows. If `shown` is split along rows too,
-    that was the first one, which `_StridedShard` says.
+    Torch takes an outer mesh dim for the first split of a dim. If `shown` is split along that dim
+    too, that was the first one, which `_StridedShard` says.
     """
     spec = shown._spec
+    dim = placements[-1].dim  # type: ignore[attr-defined]
     whole = whole_mesh_of(shown, domain)
     if whole is not None:
-        return _place_in_whole(whole, spec, domain.mesh)
-    outer: list[Placement] = []
-    for placement in placements:
-        is_split = isinstance(placement, Shard)
-        outer.append(_rows_split_after(spec, range(spec.mesh.ndim)) if is_split else placement)
+        return _place_in_whole(whole, spec, domain.mesh, dim)
+    split = _split_after(spec, range(spec.mesh.ndim), dim)
+    outer = [split if isinstance(one, Shard) else one for one in placements]
     both = DeviceMesh._concatenate([domain.mesh, spec.mesh])
     return both, [*outer, *spec.placements], spec.shape, spec.stride
 
 
-def _rows_split_after(spec: Any, dims: Iterable[int]) -> Placement:
-    """The placement of rows that are split after `dims` of the mesh of `spec` have split them."""
+def _split_after(spec: Any, axes: Iterable[int], dim: int) -> Placement:
+    """The placement of `dim` if that is split after `axes` of the mesh of `spec` have split it."""
     splits = 1
-    for dim in dims:
-        placement = spec.placements[dim]
-        if isinstance(placement, Shard) and placement.dim == 0:
-            splits *= spec.mesh.size(dim)
-    return _StridedShard(0, split_factor=splits) if splits > 1 else Shard(0)
+    for axis in axes:
+        placement = spec.placements[axis]
+        if isinstance(placement, Shard) and placement.dim == dim:
+            splits *= spec.mesh.size(axis)
+    return _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim)
 
 
-def _place_in_whole(whole: WholeMesh, spec: Any, over: DeviceMesh) -> GivenPlace:
+def _place_in_whole(whole: WholeMesh, spec: Any, over: DeviceMesh, dim: int) -> GivenPlace:
     """The place of the sharded parameter of one with `spec`, over the whole mesh. Several dims of
     shards are one in it, as they are in `over`, the data-parallel mesh. So torch has it."""
-    dims = whole.mesh.ndim
+    axes = whole.mesh.ndim
     split: dict[str, Placement] = {}
-    for dim, name in enumerate(whole.mesh.mesh_dim_names or ()):
-        split[name] = spec.placements[dim]
+    for axis, name in enumerate(whole.mesh.mesh_dim_names or ()):
+        split[name] = spec.placements[axis]
         if name in whole.shards:
-            split[name] = _rows_split_after(spec, range(dim + 1, dims))
+            split[name] = _split_after(spec, range(axis + 1, axes), dim)
     if len(whole.shards) == 1:
         return whole.mesh, [*split.values()], spec.shape, spec.stride
     meshes = []

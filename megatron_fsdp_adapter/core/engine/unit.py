@@ -125,6 +125,8 @@ class Unit:
         self._library = library  # of the weights of `quantized`
         # Weights of parameters that are gathered by functions of their own.
         self.extended = [group.weights for group in groups if group.key.extended]
+        # Those that are copies of what was gathered.
+        self.joined = [weights for weights in self.extended if weights.are_joined]
         self._find_params()
         # The places of its parameters in modules; None until the engine gives them.
         self.slots: UnitSlots | None = None
@@ -138,11 +140,10 @@ class Unit:
             set_classes(self._own_classes)
 
     def _find_params(self) -> None:
-        # A parameter with extensions is the one that modules have: another object once it is made.
+        # That of one with extensions is another object once it is made.
         params: list[tuple[ParamGroup, nn.Parameter]] = []
         for group in self.groups:
-            shown = group.in_modules if group.key.extended else group.params
-            params += [(group, param) for param in shown]
+            params += [(group, param) for param in group.unsharded]
         given = [one.dtensor for group in self.groups for one in group.managed]
         dtensors = [param for param in given if param is not None]
         # The parameters whose weights are quantized.
@@ -336,6 +337,11 @@ class Unit:
             set_classes(self._own_classes)
         self._versions = self._count_writes()
 
+    def release_joined(self) -> None:
+        """Gives back the memory of gathered weights that are copied, on the current stream."""
+        for weights in self.joined:
+            weights.release_joined()
+
     def prepare(self) -> None:
         """Makes quantized weights, which are gathered, ready for a pass."""
         for param in self.quantized:
@@ -371,8 +377,9 @@ _PLAIN = (nn.Parameter, PresentParameter, GatheredParameter, ReshardedParameter)
 
 
 def _present_class(group: ParamGroup, param: nn.Parameter) -> type:
-    if group.key.extended and any(param is managed for managed in group.params):
-        return ReshardedParameter  # it has no memory: nothing was gathered yet
+    for entry in group.managed if group.key.extended else ():
+        if param is entry.unsharded and not entry.extension.is_made:  # type: ignore[union-attr]
+            return ReshardedParameter  # it has no memory: nothing was gathered yet
     if type(param) is not nn.Parameter:
         return type(param)
     return PresentParameter if group.main.is_compute_weight else GatheredParameter

@@ -90,9 +90,6 @@ OF_OLD_RELEASES = {
 
 DIFFERS = {
     "test_mixed_dtypes_no_grad_param": "refused: frozen parameters of 8-bit floats",
-    "1d_transformer_shard_largest_dim": "the dim is a hint: rows are sharded",
-    "2d_transformer_shard_diff_dim": "the dim is a hint: rows are sharded",
-    "test_init_1d_uneven_shard_largest_dim": "the dim is a hint, so uneven parts are not refused",
     "test_shared_params_separate": "weights that units share are trained, not refused",
     "test_raise_scalar_parameter": "a scalar is sharded, not refused",
     "test_raise_noncontiguous_parameter": "strides of another order become contiguous, not refused",
@@ -106,6 +103,7 @@ WORDS = {
     "only be applied to a module once": "fully_shard was called with it before",
     "containers that do not implement forward": "it has no forward",
     "does not support deepcopy": "cannot be copied",
+    "does not support uneven sharding on dim 1": r"Shard\(1\) for .*cannot have equal parts",
     "Shard dim 1 is invalid": r"Shard\(1\) for parameter 0.bias, which has 1 dims",
     "stream cannot be set when using native HSDP": "the mesh has replicas.*Leave stream out",
 }
