@@ -236,12 +236,12 @@ class EngineConfig:
 
     @property
     def strategies_named(self) -> str:
-        """Names of the rows, for messages: "optim_grads_params, expert: optim", for example."""
-        names = [self.strategy.name]
+        """Names of the rows, for messages: "optim_grads_params (expert: optim)", for example."""
+        others = []
         for domain, row in self.domain_strategies:
             if row != self.strategy:
-                names.append(f"{domain}: {row.name}")
-        return ", ".join(names)
+                others.append(f"{domain}: {row.name}")
+        return f"{self.strategy.name} ({', '.join(others)})" if others else self.strategy.name
 
     def of_domain(self, domain: str) -> EngineConfig:
         """This config with the strategy of the domain of this name."""

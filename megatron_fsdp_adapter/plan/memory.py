@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -264,13 +264,25 @@ def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
     return totals
 
 
+class PlacedGroup(NamedTuple):
+    """A group of a unit, as one rank has it."""
+
+    # Of its parameters.
+    layout: GroupLayout
+    # This rank's number among its shards.
+    rank: int
+    # Whether nothing of it is sharded, as its domain has one rank.
+    whole: bool
+    # Its own strategy, and that of its domain, of which the unit may keep more.
+    row: Strategy
+    of_domain: Strategy
+
+
 def with_slots(
     held: Bytes,
     kinds: Sequence[str],
-    units: Sequence[Sequence[GroupLayout]],
-    strategy: Strategy,
+    units: Sequence[Sequence[PlacedGroup]],
     precision: Precision,
-    rows: Sequence[Strategy],
     *,
     weight_slots: bool,
     bucket_slots: bool,
@@ -281,8 +293,7 @@ def with_slots(
 
     Args:
         kinds: class of each unit's module.
-        units: layouts of each unit's groups, without those whose domain has one rank.
-        rows: each unit's own strategy.
+        units: each unit's groups.
         weight_slots, bucket_slots, reduce_scatter: the fields of `EngineConfig`.
     """
     comm = precision.comm
@@ -292,23 +303,35 @@ def with_slots(
     # Bytes of the largest bucket in a slot, and of the largest one outside of slots.
     received = 0
     received_beside = 0
-    for row, unit in zip(rows, units, strict=True):
-        gathered.append(weights_in_slot(unit) if row.shard_weights and unit else None)
-        narrow = reduce_scatter.finishes and row.shard_grads
-        largest = max((bucket_bytes(one, comm, narrow) for one in unit), default=0)
-        if unit and (row.shard_grads or comm != precision.grad):
-            reduced.append(buckets_in_slot(unit, comm, narrow))
-            received = max(received, largest)
-        else:
-            reduced.append(None)
-            received_beside = max(received_beside, largest)
+    # Bytes of each unit's buckets that are never in slots.
+    transient: list[int] = []
+    for unit in units:
+        sharded = [one for one in unit if not one.whole]
+        in_slot = [one.layout for one in sharded if one.row.shard_weights]
+        gathered.append(weights_in_slot(in_slot) if in_slot else None)
+        sizes = []
+        transient.append(0)
+        for one in sharded:
+            narrow = reduce_scatter.finishes and one.row.shard_grads
+            size = bucket_bytes(one.layout, comm, narrow)
+            has_bucket = one.row.shard_grads or comm != precision.grad
+            if not one.of_domain.shard_grads:
+                transient[-1] += size if has_bucket else 0
+            elif has_bucket:
+                sizes.append(buckets_in_slot([one.layout], comm, narrow))
+                received = max(received, size)
+            else:
+                received_beside = max(received_beside, size)
+        reduced.append(sum(sizes) if sizes else None)
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
         totals[WEIGHT_SLOTS] = sum(plan_slots(kinds, gathered)[1])
-    if not strategy.shard_grads:
+    if not any(one.of_domain.shard_grads for unit in units for one in unit):
         return totals
     if bucket_slots and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(plan_slots(kinds, reduced)[1])
+        if any(transient):
+            totals[REDUCE_BUCKET] = sum(sorted(transient)[-MAX_BUCKETS:])
     if reduce_scatter.fixed:
         totals[RECEIVED_PIECES] = received
         if received_beside:  # its pieces are in transient memory
@@ -316,16 +339,9 @@ def with_slots(
     return totals
 
 
-Placed = tuple[GroupLayout, int, bool]
-"""A group's layout, this rank's number among its shards, and whether nothing of it is sharded, as
-its domain has one rank."""
-
-
 def held_bytes(
-    units: Sequence[Sequence[Placed]],
+    units: Sequence[Sequence[PlacedGroup]],
     kinds: Sequence[str],
-    rows: Sequence[Strategy],
-    strategy: Strategy,
     precision: Precision,
     ahead: int = 0,
     **slots: Any,
@@ -334,25 +350,22 @@ def held_bytes(
 
     Args:
         kinds: class of each unit's module.
-        rows: each unit's own strategy.
         ahead: elements that may be gathered ahead of the unit that computes; 0: the next unit.
         slots: the keyword arguments of `with_slots`.
     """
-    # By list of groups and strategy: units that share both are computed once.
-    known: dict[tuple[int, int], Bytes] = {}
+    # By list of groups: units that share it are computed once.
+    known: dict[int, Bytes] = {}
     every = []
-    shared = []
-    for groups, row in zip(units, rows, strict=True):
-        of_unit = (id(groups), id(row))
-        if of_unit not in known:
-            known[of_unit] = {}
-            for layout, rank, whole in groups:
-                _add(known[of_unit], group_bytes(layout, row, precision, rank, whole))
-        every.append(known[of_unit])
-        shared.append([layout for layout, _, whole in groups if not whole])
+    for groups in units:
+        if id(groups) not in known:
+            found: Bytes = {}
+            for one in groups:
+                _add(found, group_bytes(one.layout, one.row, precision, one.rank, one.whole))
+            known[id(groups)] = found
+        every.append(known[id(groups)])
     *others, root = every
     totals = model_bytes(root, others) | _gathered_ahead(root, others, ahead)
-    return with_slots(totals, kinds, shared, strategy, precision, rows, **slots)
+    return with_slots(totals, kinds, units, precision, **slots)
 
 
 def _gathered_ahead(root: Bytes, units: Sequence[Bytes], numel: int) -> Bytes:

@@ -111,6 +111,29 @@ MOE = (
     split_of(4, ZERO0, tp=2, ep=2, etp=1),
 )
 
+
+def apart(experts: str, split: Split) -> Split:
+    """The split, with another strategy for experts."""
+    return replace(split, name=f"{split.name}-experts-{experts}", of_experts=experts)
+
+
+APART = (
+    apart(ZERO0, split_of(4, ZERO1, ep=2)),
+    apart(ZERO1, split_of(4, ZERO3, ep=2)),
+    apart(ZERO2, split_of(4, ZERO0, ep=2)),
+    apart(ZERO3, split_of(4, ZERO2, ep=2)),
+    apart(ZERO0, split_of(4, ZERO3, ep=2, outer="optim")),
+    apart(ZERO1, split_of(2, ZERO2, ep=1)),
+    split_of(2, ZERO3, ep=2),
+    apart(ZERO2, split_of(4, ZERO1, ep=2, outer="no_shard")),
+    apart(ZERO3, split_of(4, ZERO0, tp=2, ep=2, etp=1)),
+    apart(ZERO2, split_of(4, ZERO3, ep=1, outer="optim")),
+    apart(ZERO0, split_of(2, ZERO2, ep=2)),
+    apart(ZERO1, split_of(4, ZERO0, pp=2, ep=2)),
+    apart(ZERO3, split_of(4, ZERO1, ep=1)),
+)
+"""Experts with strategies of their own: each pair, and no pair."""
+
 OFFSETS = (1, 5, 9)
 """A checkpoint goes from split i of a list to the splits i + each of these."""
 
@@ -181,7 +204,7 @@ def test_saved_at_one_split_loads_at_another(default_outcomes: list[dict[str, An
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("splits", (DENSE, MOE), ids=("dense", "experts"))
+@pytest.mark.parametrize("splits", (DENSE, MOE, APART), ids=("dense", "experts", "experts apart"))
 def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
     """Each split in processes of its own: the threads and sockets of gloo groups outlive them."""
     pairs = pairs_of(splits)

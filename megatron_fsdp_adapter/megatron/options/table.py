@@ -110,7 +110,8 @@ class Option:
         if self.type is bool:
             parser.add_argument(self.flag, action="store_true", help=self.help)
         else:
-            read = {Dtype: dtype_named, Gib: gib, Text: str}.get(self.type, self.type)
+            readers: dict[Any, Any] = {Dtype: dtype_named, Gib: gib, Text: str}
+            read = readers.get(self.type, self.type)
             parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
 
     def rules(self) -> list[Rule]:

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.megatron.options import ddp_options
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, gib
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY, UNIT_NUMEL, gib
 from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
@@ -76,6 +76,10 @@ RUN: Flags = {
     "data_parallel_sharding_strategy": {
         "choices": list(STRATEGIES),
         "help": "the strategy; default: all of them",
+    },
+    EXPERT_STRATEGY: {
+        "choices": list(STRATEGIES),
+        "help": "the strategy of experts; default: that of all parameters",
     },
     "params_dtype": {
         "choices": list(DTYPES),
@@ -190,6 +194,11 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
     if numel < 0:
         raise ValueError(f"{flag(UNIT_NUMEL)} {numel} must be 0 or more")
+    if budget and vars(given).get(EXPERT_STRATEGY):
+        raise ValueError(
+            f"{flag(BUDGET)} {budget}: units are chosen by one strategy, but "
+            f"{flag(EXPERT_STRATEGY)} is another. Leave one of the two out"
+        )
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory-gib {memory} must be above 0")
 
@@ -230,7 +239,8 @@ def run(given: argparse.Namespace) -> Report:
     )
     budget = int(values.get(BUDGET, 0.0) * GIB)
     ahead = values.get(UNIT_NUMEL, 0)
-    model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead)
+    of_experts = STRATEGIES.get(values.get(EXPERT_STRATEGY, ""))
+    model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead, of_experts)
     strategies = list(STRATEGIES.values())
     chosen = values.get("data_parallel_sharding_strategy")
     if chosen:
@@ -238,6 +248,7 @@ def run(given: argparse.Namespace) -> Report:
     report = estimate(model, strategies, precision(values), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     report["quantized"] = quantized.name
+    report["experts"] = of_experts and of_experts.name
     report["parameters"] = spec.num_parameters
     report["not_counted"] = list(spec.left_out)
     return report

@@ -21,9 +21,10 @@ TOTALS = {
 def render(report: Report, memory_gib: float | None) -> str:
     """The report as text."""
     quantized = f", {report['quantized']}" if report["quantized"] else ""
+    experts = f", experts {report['experts']}" if report["experts"] else ""
     lines = [
         f"{report['parameters']:,} parameters, {report['params_dtype']} compute weights"
-        f"{quantized}, data-parallel size {report['num_shards']:,}"
+        f"{quantized}, data-parallel size {report['num_shards']:,}{experts}"
     ]
     lines += [f"not counted: {line}" for line in report["not_counted"]]
     lines.append("")

@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.plan.memory import (
     QUANTIZED_COPIES,
     Bytes,
+    PlacedGroup,
     Precision,
     held_by_rank,
     held_bytes,
@@ -44,18 +45,19 @@ from megatron_fsdp_adapter.tools.models.spec import (
     number_of,
 )
 
-PlannedRow = tuple[str, str, Shape, int]
-"""Unit, name, shape and number of shards of a parameter."""
+PlannedRow = tuple[str, str, Shape, str, int]
+"""Unit, name, shape, domain and number of shards of a parameter."""
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
     """A unit with the layouts of its groups. Units of the same shapes share one tuple of layouts.
-    linear_numel: elements of GEMM weights."""
+    linear_numel: elements of GEMM weights. domains: of the groups."""
 
     name: str
     layouts: tuple[GroupLayout, ...]
     linear_numel: int = 0
+    domains: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -77,7 +79,8 @@ class PlannedModel:
 
     planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
     quantization of linear weights. budget: bytes for units that stay unsharded over a step. ahead:
-    elements that are prefetched; the next unit is, however large it is.
+    elements that are prefetched; the next unit is, however large it is. of_experts: the strategy of
+    experts, if they have another.
     """
 
     planned: tuple[PlannedUnit, ...]
@@ -85,6 +88,7 @@ class PlannedModel:
     quantized: Quantization = PLAIN
     budget: int = 0
     ahead: int = 0
+    of_experts: Strategy | None = None
 
     @cached_property
     def units(self) -> list[PlannedUnit]:
@@ -129,19 +133,32 @@ class PlannedModel:
         layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
         return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
 
+    def _placed(
+        self, unit: PlannedUnit, strategy: Strategy, row: Strategy, rank: int
+    ) -> list[PlacedGroup]:
+        """The groups of a unit on `rank`. strategy: of the model. row: of the unit."""
+        found = []
+        for layout, domain in zip(unit.layouts, unit.domains, strict=True):
+            own = row
+            of_domain = strategy
+            if domain == EXPERT and self.of_experts is not None:
+                own = of_domain = self.of_experts
+            whole = of_domain.shard_grads and layout.num_shards == 1
+            found.append(PlacedGroup(layout, self._shard(layout, rank), whole, own, of_domain))
+        return found
+
     def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> Bytes:
         """Bytes by kind on `rank`."""
-        is_single_rank = self.is_single_rank(strategy)
-        groups = {}  # units with the same layouts share one list
-        for unit in self.units:
-            groups[id(unit.layouts)] = [
-                (layout, self._shard(layout, rank), is_single_rank(layout))
-                for layout in unit.layouts
-            ]
-        units = [groups[id(unit.layouts)] for unit in self.units]
-        kinds = [unit.kind for unit in self.units]
         kept = self.kept(strategy, precision).rows
-        held = held_bytes(units, kinds, kept, strategy, precision, self.ahead, **self.slots)
+        known: dict[tuple[int, str], list[PlacedGroup]] = {}
+        units = []
+        for unit, row in zip(self.units, kept, strict=True):
+            key = (id(unit.layouts), row.name)  # units that share both share one list
+            if key not in known:
+                known[key] = self._placed(unit, strategy, row, rank)
+            units.append(known[key])
+        kinds = [unit.kind for unit in self.units]
+        held = held_bytes(units, kinds, precision, self.ahead, **self.slots)
         form = self.quantized.products
         if form is not None:
             # Autograd saves copies from forward to backward: of all layers, or of the recomputed
@@ -172,29 +189,32 @@ def planned_units(
     shards = {DENSE: dense, EXPERT: expert}
     units: dict[str, list[PlannedRow]] = {}
     for unit, fqn, shape, domain in listing(spec, split, stage):
-        units.setdefault(unit, []).append((unit, fqn, shape, shards[domain]))
-    alike: dict[Any, tuple[tuple[GroupLayout, ...], int]] = {}
+        units.setdefault(unit, []).append((unit, fqn, shape, domain, shards[domain]))
+    alike: dict[Any, tuple[tuple[GroupLayout, ...], int, tuple[str, ...]]] = {}
     found = []
     for unit, rows in _grouped(units, unit_numel).items():
         key = (unit == ROOT, tuple(row[2:] for row in rows))
         if key not in alike:
-            layouts = _layouts(rows, dtype, form, fused)
-            alike[key] = layouts, _numel([row for row in rows if is_linear_weight(row[1])])
+            layouts, domains = _layouts(rows, dtype, form, fused)
+            numel = _numel([row for row in rows if is_linear_weight(row[1])])
+            alike[key] = layouts, numel, domains
         found.append(PlannedUnit(unit, *alike[key]))
     return tuple(found)
 
 
 def _layouts(
     rows: Sequence[PlannedRow], dtype: torch.dtype, form: WeightFormat | None, fused: bool
-) -> tuple[GroupLayout, ...]:
-    """The layouts of a unit's groups. A group has parameters of one format and number of shards."""
-    groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
-    for _, fqn, shape, number in rows:
+) -> tuple[tuple[GroupLayout, ...], tuple[str, ...]]:
+    """The layouts and the domains of a unit's groups. A group has parameters of one format and
+    domain."""
+    groups: dict[tuple[WeightFormat | None, str, int], list[ParamSpec]] = {}
+    for _, fqn, shape, domain, number in rows:
         own = form if is_linear_weight(fqn) else None
-        group = groups.setdefault((own, number), [])
+        group = groups.setdefault((own, domain, number), [])
         spec = _spec(len(group), fqn, shape, dtype, own)
         group.append(replace(spec, from_autograd=not fused))
-    return tuple(plan_group(specs, number) for (_, number), specs in groups.items())
+    layouts = [plan_group(specs, number) for (_, _, number), specs in groups.items()]
+    return tuple(layouts), tuple(domain for _, domain, _ in groups)
 
 
 @lru_cache(maxsize=512)
@@ -232,4 +252,4 @@ def _grouped(units: Mapping[str, list[PlannedRow]], numel: int) -> dict[str, lis
 
 
 def _numel(rows: Sequence[PlannedRow]) -> int:
-    return sum(math.prod(shape) for _, _, shape, _ in rows)
+    return sum(math.prod(shape) for _, _, shape, _, _ in rows)

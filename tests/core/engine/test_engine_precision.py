@@ -14,12 +14,13 @@ from megatron_fsdp_adapter.plan.memory import (
     BUCKET_SLOTS,
     RECEIVED_PIECES,
     REDUCE_BUCKET,
+    PlacedGroup,
     Precision,
     with_slots,
 )
 from tests.lib.engine.engine_cases import build
 from tests.lib.engine.pretended import PretendCommunicator, pretended_world
-from tests.lib.engine.scenarios import BF16, FP32, FUSED, ZERO_3
+from tests.lib.engine.scenarios import BF16, FP32, FUSED, ZERO_1, ZERO_2, ZERO_3
 from tests.lib.engine.small_model import Setup
 
 CHECKS = (
@@ -56,25 +57,29 @@ def test_buckets_have_the_dtype_of_the_wire_where_another_would_round(name):
     assert set(dtypes.values()) <= {FP32, BF16}
 
 
-@pytest.mark.parametrize("changes", [{}, FUSED, {"own": tuple(STRATEGIES)[1:]}], ids=str)
+APART = [{"split": True, "split_strategy": name} for name in (ZERO_1, ZERO_2)]
+
+
+@pytest.mark.parametrize("changes", [{}, FUSED, {"own": tuple(STRATEGIES)[1:]}, *APART], ids=str)
 def test_slots_and_received_pieces_are_those_of_the_formula(changes):
     setup = EXCHANGE.but(**changes)
     with pretended_world(3, 1):
         engine = build(setup, HostRuntime(), PretendCommunicator).engine
     kinds = []
-    layouts = []
-    strategies = []
+    units = []
     for unit in engine.units:
         kinds.append(unit.name.split(".")[0])
-        layouts.append([group.layout for group in unit.groups])
-        strategies.append(unit.groups[0].config.strategy)
+        groups = []
+        for group in unit.groups:
+            of_domain = setup.config.of_domain(group.key.domain).strategy
+            row = group.config.strategy
+            groups.append(PlacedGroup(group.layout, 1, group.is_single_rank, row, of_domain))
+        units.append(groups)
     held = with_slots(
         {REDUCE_BUCKET: 0},
         kinds,
-        layouts,
-        setup.config.strategy,
+        units,
         Precision(),
-        strategies,
         weight_slots=True,
         bucket_slots=True,
         reduce_scatter=FIXED_ALL_TO_ALL_SUM,

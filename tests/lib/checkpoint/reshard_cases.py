@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY
 from tests.lib.gpt.checkpoints import saved
 from tests.lib.gpt.gather_full import full_values
 from tests.lib.gpt.gpt import STRATEGIES, Case
@@ -52,6 +53,7 @@ class Split:
     strategy: str
     instances: int = 1
     outer: str = "no_shard"
+    of_experts: str | None = None
     case: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,6 +74,7 @@ def trainer_of(split: Split, **options: Any) -> TopologyTrainer:
     ddp = {
         "num_distributed_optimizer_instances": split.instances,
         "outer_dp_sharding_strategy": split.outer,
+        EXPERT_STRATEGY: split.of_experts,
     }
     case = case_of(split)
     return build_topology_trainer(split.topology, case, split.strategy, ddp=ddp, **options)

@@ -9,13 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGIES_BY_NAME
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.topology import EXPERT
+from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
 from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY
-from tests.lib.gpt.topologies import TOPOLOGIES
-from tests.lib.gpt.variants import STRATEGIES, Variant, compare, marked
+from megatron_fsdp_adapter.plan.memory import OPTIMIZER_STATE, Precision, bytes_between_steps
+from megatron_fsdp_adapter.plan.unit_grouping import default_unit_numel
+from megatron_fsdp_adapter.tools.models.sources import from_options
+from megatron_fsdp_adapter.tools.models.spec import Parallel
+from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
+from tests.lib.engine.engine_cases import buffers_of
+from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
+from tests.lib.gpt.variants import (
+    STRATEGIES,
+    ZERO_0,
+    ZERO_1,
+    ZERO_2,
+    ZERO_3,
+    Variant,
+    compare,
+    marked,
+)
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = (
@@ -23,6 +42,7 @@ CHECKS = (
     "core/engine/construction.py",
     "core/engine/gather.py",
     "megatron/optimizer/clipping.py",
+    "tools/planning/planned.py",
 )
 
 
@@ -42,13 +62,64 @@ def each_kind_has_its_strategy(ours: Any, reference: Any, strategy: str) -> None
             if pair.group is group:
                 placed = Shard(0) if row.shard_main else Replicate()
                 assert pair.sharded.placements == (placed,)
+    ours.chunks[0].zero_grad_buffer()
+    for unit in engine.units:
+        engine.gather.reshard(unit)
+    engine.runtime.synchronize()  # memory is given back behind what has used it
+    held = between_steps(engine)
+    expected = estimated(ours, strategy, of_experts)
+    assert held == expected, (held, expected)
 
 
-def rows_of(experts: str) -> list[Variant]:
-    """The rows in which experts have this strategy, and dense parameters each other one."""
+def between_steps(engine: FsdpEngine) -> int:
+    """Bytes of this rank's flat buffers."""
+    found = {}
+    for _, tensor in buffers_of(engine):
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def estimated(ours: TopologyTrainer, dense: str, experts: str) -> int:
+    """The same by the formula of `estimate`, from sizes of the model alone."""
+    case = ours.case
+    spec = from_options(
+        {
+            "num_layers": case.num_layers,
+            "hidden_size": case.hidden,
+            "num_attention_heads": case.heads,
+            "ffn_hidden_size": case.ffn,
+            "moe_ffn_hidden_size": case.ffn,
+            "padded_vocab_size": case.vocab,
+            "num_experts": ours.topology.experts,
+            "moe_layer_freq": [0, 1],
+            "position_embedding_type": "rope",
+            "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": True,
+        },
+        "a model of the tests",
+    )
+    split = Parallel(expert=ours.topology.ep)
+    units = planned_units(
+        spec,
+        dist.get_world_size(),
+        dist.get_world_size() // ours.topology.ep,
+        torch.float32,
+        unit_numel=default_unit_numel(layer_numels(spec, split)),
+        split=split,
+    )
+    model = PlannedModel(units, NO_SLOTS, of_experts=STRATEGIES_BY_NAME[experts])
+    held = model.bytes_held(STRATEGIES_BY_NAME[dense], Precision(), dist.get_rank())
+    return bytes_between_steps(held) - held[OPTIMIZER_STATE]
+
+
+def rows_of(experts: str, dense: str) -> list[Variant]:
+    """The rows in which experts have the first strategy, and dense parameters each other one: by
+    default the second."""
+    others = tuple(name for name in STRATEGIES if name not in (experts, dense))
     like_ddp = Variant(
         f"experts {experts}, like stock DDP",
-        tuple(name for name in STRATEGIES if name != experts),
+        (dense,),
         world=4,
         topology=TOPOLOGIES["ep2"],
         case={"microbatches": 2, "clip": 0.05},
@@ -60,14 +131,20 @@ def rows_of(experts: str) -> list[Variant]:
     like_one = like_ddp.but(
         f"experts {experts}, like one strategy",
         case={"microbatches": 1, "clip": 0.0},
+        strategies=(dense, *others),
         reference={"strategy": "own"},
         compare="bits but norm",
         full=True,
     )
-    return [like_ddp, like_one]
+    others_like_ddp = like_ddp.but(
+        f"experts {experts}, others like stock DDP", strategies=others, full=True
+    )
+    return [like_ddp, others_like_ddp, like_one]
 
 
-ROWS = [row for name in STRATEGIES for row in rows_of(name)]
+BY_DEFAULT = ((ZERO_0, ZERO_3), (ZERO_1, ZERO_3), (ZERO_2, ZERO_0), (ZERO_3, ZERO_1))
+"""Of experts, and of dense parameters."""
+ROWS = [row for pair in BY_DEFAULT for row in rows_of(*pair)]
 
 
 @pytest.mark.parametrize("row", marked(ROWS))
