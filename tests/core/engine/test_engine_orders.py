@@ -53,6 +53,7 @@ LOOKED_AT = [
     (ZERO_3, "layers_skipped", "layers_skipped"),
     (ZERO_3, "weights_written", "weights_written"),
     (ZERO_1, "fp32", "weights_loaded"),
+    (ZERO_3, "kept_parts", "microbatches"),
     (ZERO_3, "exports", "exports"),
     (ZERO_3, "offload", "steps"),
     (ZERO_3, "offload", "weights_loaded"),

@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.build.shard_attributes import mark_shard
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.kept_parts import KeptParts
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, managed_params, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
@@ -321,6 +322,12 @@ def build(
             rig.adopt_adam()
     for unit, name in zip(rig.engine.units, itertools.cycle(setup.found or ()), strict=False):
         unit.keep(STRATEGIES[name])
+    if 0 < setup.kept_over < setup.world:
+        first = setup.rank - setup.rank % setup.kept_over
+        fewer = _mine(setup, [range(first, first + setup.kept_over)])
+        for unit in rig.engine.units:
+            among = {DENSE: communicator(fewer, rig.initial_part, rig.report)}
+            unit.parts = KeptParts(unit.groups, among, runtime)
     rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in (*buffers_of(rig.engine), *streamed_buffers(rig)):
         rig.labels[flat.untyped_storage()._cdata] = label

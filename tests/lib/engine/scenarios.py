@@ -210,6 +210,9 @@ SCENARIOS["instances_far_prefetch"] = Scenario(
 SCENARIOS["shared_instances"] = Scenario(
     {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6}
 )
+SCENARIOS["kept_parts"] = Scenario(
+    {"kept_over": 2, "world": 4, "rank": 1}, (*MIXED, "weights_written"), ONLY_ZERO_3
+)
 SCENARIOS["whole"] = Scenario(
     ONE_RANK_EACH,
     (*TOGETHER, "further_backwards"),

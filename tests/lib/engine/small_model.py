@@ -48,7 +48,8 @@ class Setup:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
     unit. `own`: strategies that units have in turn, in place of the model's; `found`: those that
     they take on when the engine has been made. `whole`: what is of a
-    domain of one rank is kept whole. `recipe`: how the layers' maps are quantized, none of them by
+    domain of one rank is kept whole. `kept_over`: over so many ranks weights are kept between a
+    forward and its backward. `recipe`: how the layers' maps are quantized, none of them by
     default. `one_unit`: all parameters are the root's.
 
     Of the loop: with `told` it says which microbatch is the last; `scheduled`: a schedule takes
@@ -90,6 +91,7 @@ class Setup:
     own: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
     whole: bool = False
+    kept_over: int = 0
     joined: int = 0
     one_unit: bool = False
     told: bool = True
