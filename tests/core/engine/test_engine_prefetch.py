@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from megatron_fsdp_adapter.core.engine.launches import GATHERED
 from megatron_fsdp_adapter.core.engine.prefetch_order import (
     BACKWARD,
     FORWARD,
@@ -14,7 +16,8 @@ from megatron_fsdp_adapter.core.engine.prefetch_order import (
     PrefetchOrder,
 )
 from tests.lib.engine.engine_cases import build
-from tests.lib.engine.scenarios import ZERO_3
+from tests.lib.engine.pretended import pretended_world
+from tests.lib.engine.scenarios import TWO_DOMAINS, ZERO_1, ZERO_3
 from tests.lib.engine.small_model import Setup
 
 CHECKS = ("core/engine/gather.py", "core/engine/prefetch_order.py")
@@ -173,3 +176,26 @@ def test_with_a_forward_in_flight_its_backward_comes_next(two_ranks):
     other.backward()
     assert not any(entry.what == "all_gather embedding" for entry in rig.runtime.log)
     assert not any(name.endswith(".weight") for name in rig.allocated())
+
+
+def test_weights_that_stay_are_gathered_once_a_step_in_a_unit_with_others_that_do_not():
+    setup = Setup(ZERO_3, split_strategy=ZERO_1, **TWO_DOMAINS)
+    launched: Counter[str] = Counter()
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup)
+        log = rig.engine.gather.log
+        note = log.note
+
+        def counted(kind: str, groups: Any, communicator: Any) -> None:
+            if kind == GATHERED:
+                launched.update(group.name for group in groups)
+            note(kind, groups, communicator)
+
+        log.note = counted
+        with rig.watch():
+            rig.step(microbatches=2)
+            launched.clear()
+            rig.step(microbatches=2)
+    for layer in range(setup.layers):
+        assert launched[f"layers.{layer}/expert"] == 1
+        assert launched[f"layers.{layer}/dense"] > 1
