@@ -253,8 +253,12 @@ class GatherPipeline:
             if unit.extended:
                 unit.make_extended()
             if unit.joined:
-                self.runtime.follow(GATHER, COMPUTE)
-                self.runtime.free(GATHER, unit.release_joined)
+                self._release_joined(unit)
+
+    def _release_joined(self, unit: Unit) -> None:
+        """Releases gathered parts that the compute stream has joined to whole parameters."""
+        self.runtime.follow(GATHER, COMPUTE)
+        self.runtime.free(GATHER, unit.release_joined)
 
     def keep_over(self, unit: Unit, groups: Mapping[str, Any]) -> None:
         """Has the weights of `unit` kept between a forward and its backward, sharded over the ranks

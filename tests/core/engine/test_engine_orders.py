@@ -85,6 +85,8 @@ def calls(*methods: str) -> list[tuple[Place, str]]:
 ELSEWHERE = [
     # Of the host alone: without its order nothing is found (tests/core/engine/test_launches.py).
     ("launches", "compare"),
+    # Of parameters that are split along another dim than 0 (tests/plain/test_fsdp2_dims.py).
+    ("gather", "_release_joined"),
     # Of a step that raises, behind which the host waits for everything.
     ("residency", "give_up"),
 ]

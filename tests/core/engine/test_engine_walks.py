@@ -22,7 +22,7 @@ GATHER = (
 )  # fmt: skip
 
 WALKS = {
-    "forward": {*GATHER, "transforms"},
+    "forward": {*GATHER, "transforms", "grad_callbacks"},
     "backward": {*GATHER, "reduce", "reduction", "grad_buffers", "config"},
 }
 """Another module on the way is decided, and not drifted into."""
