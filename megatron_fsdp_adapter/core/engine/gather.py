@@ -208,8 +208,7 @@ class GatherPipeline:
             tasks += self.tasks(outer)
         tasks += self.tasks(inner)
         self.runtime.submit(GATHER, *tasks)
-        if parts is not None:
-            self._drop_parts(parts)
+        self._drop_parts(unit)
         unit.stale = False
         unit.gathered = self.runtime.record(GATHER)
         self._unordered = True
@@ -263,8 +262,7 @@ class GatherPipeline:
     def keep_over(self, unit: Unit, groups: Mapping[str, Any]) -> None:
         """Has the weights of `unit` kept between a forward and its backward, sharded over the ranks
         of `groups`, process groups by domain. They are not kept if there are none."""
-        if unit.parts is not None:
-            self._drop_parts(unit.parts)
+        self._drop_parts(unit)
         self._from_parts.pop(unit.ordinal, None)
         unit.parts = None
         if groups:
@@ -282,16 +280,16 @@ class GatherPipeline:
             ]
         return self._from_parts[unit.ordinal]
 
-    def _drop_parts(self, parts: KeptParts) -> None:
-        if parts.is_kept:
+    def _drop_parts(self, unit: Unit) -> None:
+        parts = unit.parts
+        if parts is not None and parts.is_kept:
             parts.is_kept = False
             self.runtime.free(GATHER, parts.release)
 
     def drop_parts(self) -> None:
         """Drops the parts that forwards have left: no backward of these comes."""
         for unit in self.units:
-            if unit.parts is not None:
-                self._drop_parts(unit.parts)
+            self._drop_parts(unit)
 
     def reshard(self, unit: Unit, keeps: bool = False) -> None:
         """Reshards `unit` once the compute stream has passed this point, unless it is held. Weights
@@ -329,8 +327,7 @@ class GatherPipeline:
 
     def _mark_unit_stale(self, unit: Unit) -> None:
         unit.stale = True
-        if unit.parts is not None:
-            self._drop_parts(unit.parts)
+        self._drop_parts(unit)
         if unit.phase is not Phase.SHARDED:
             self._drop(unit)
 
