@@ -25,6 +25,7 @@ from ..plan.unsharded_budget import (
     BUDGET_OPTION,
     GIB,
     KEEPING,
+    UnshardedUnits,
     policy_precision,
     unsharded_units,
 )
@@ -54,6 +55,25 @@ def failed_allocations(device: torch.device) -> int:
         return 0
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     return int(stats["num_alloc_retries"] + stats["num_ooms"])
+
+
+def units_to_keep(engine: FsdpEngine, budget: int, keeping: Sequence[str]) -> UnshardedUnits:
+    """Chooses what units of `engine` keep within `budget` bytes.
+
+    keeping: the strategies that a unit may get; weights alone if some gradient cannot be kept."""
+    config = engine.config
+    layouts = []
+    forward_only = []
+    for unit in engine.units:
+        sharded = [group for group in unit.groups if not group.is_single_rank]
+        layouts.append([group.layout for group in sharded])
+        if not unit.backward_reads_weights:
+            forward_only.append(unit.ordinal)
+        for group in sharded:
+            if group.key.requires_grad and not group.grads.can_be_kept:
+                keeping = KEEPING[:1]  # weights alone
+    precision = policy_precision(config)
+    return unsharded_units(layouts, config.strategy, precision, budget, forward_only, keeping)
 
 
 class AutoBudget:
@@ -149,20 +169,7 @@ class AutoBudget:
 
     def _keep(self, engine: FsdpEngine, budget: int, why: str) -> None:
         # Chooses the units that are kept unsharded within `budget` bytes; rank 0 prints them.
-        config = engine.config
-        layouts = []
-        forward_only = []
-        keeping = self._keeping
-        for unit in engine.units:
-            sharded = [group for group in unit.groups if not group.is_single_rank]
-            layouts.append([group.layout for group in sharded])
-            if not unit.backward_reads_weights:
-                forward_only.append(unit.ordinal)
-            for group in sharded:
-                if group.key.requires_grad and not group.grads.can_be_kept:
-                    keeping = KEEPING[:1]  # weights alone
-        precision = policy_precision(config)
-        kept = unsharded_units(layouts, config.strategy, precision, budget, forward_only, keeping)
+        kept = units_to_keep(engine, budget, self._keeping)
         for unit, row in zip(engine.units, kept.rows, strict=True):
             unit.keep(row)
         if dist.get_rank() == 0:

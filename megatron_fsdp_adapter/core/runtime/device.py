@@ -31,6 +31,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .wait_timer import WaitTimer
+
 COMPUTE = "compute"
 GATHER = "gather"
 REDUCE = "reduce"
@@ -53,6 +55,7 @@ class Runtime(Protocol):
         poison: storage is filled with NaN when it is handed out, so that a read before a write
             becomes NaN.
         host_waits: the host waits wherever compute does, so that results are there.
+        timer: measures waits of compute, if there is one.
         on_out_of_memory: gets the label and tensor of a buffer that could not be allocated, and the
             error. May raise one that says more.
     """
@@ -60,6 +63,7 @@ class Runtime(Protocol):
     device: torch.device
     poison: bool = False
     host_waits: bool
+    timer: WaitTimer | None = None
     on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = staticmethod(
         lambda *_: None
     )
@@ -226,11 +230,16 @@ class CudaRuntime(Runtime):
         return event
 
     def wait(self, role: str, event: torch.cuda.Event) -> None:
-        self._stream(role).wait_event(event)
+        stream = self._stream(role)
+        if self.timer is not None and role == COMPUTE:
+            with self.timer.wait():
+                stream.wait_event(event)
+        else:
+            stream.wait_event(event)
 
     def follow(self, role: str, other: str) -> None:
         self._between.record(self._stream(other))
-        self._stream(role).wait_event(self._between)
+        self.wait(role, self._between)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -357,7 +366,12 @@ class HostRuntime(Runtime):
     def wait(self, role: str, event: HostEvent) -> None:
         # Only the host thread can start work, so an order between two background queues is kept
         # by finishing the first one's part here.
-        if role != event.role or event.runtime is not self:
+        if role == event.role and event.runtime is self:
+            return
+        if self.timer is not None and role == COMPUTE:
+            with self.timer.wait():
+                event.runtime._drain(event.role, event.position)
+        else:
             event.runtime._drain(event.role, event.position)
 
     def _drain(self, role: str, position: int) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...build.auto_budget import AutoBudget
+from ...build.budget_proposal import BudgetProposal
 from ...build.grad_check import GradCheck
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
+from ...core.engine.unit import StepBudget
 from ...core.runtime.rank_warnings import warn
 from ...plan.unit_grouping import UNIT_NUMEL, default_unit_numel
-from ...plan.unsharded_budget import AUTO, GIB
+from ...plan.unsharded_budget import AUTO, GIB, can_keep
 from .cuda_graphs import captures_iteration, captures_layers
 from .rules import is_on
 from .table import (
@@ -41,12 +44,26 @@ def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
     return int(gib * GIB) // _chunk_count(config)
 
 
-def auto_budget(config: Any, ddp_config: Any) -> AutoBudget | None:
-    """An object that finds the budget while training; None if it is given. Model chunks on one
-    device share its memory."""
-    if unsharded_budget(config, ddp_config) is not None:
-        return None
-    return AutoBudget(sharers=_chunk_count(config))
+def step_budget(config: Any, ddp_config: Any) -> StepBudget | None:
+    """An object that finds the budget while training, if that is asked for. Model chunks on one
+    device share its memory. If there is no budget, one that proposes it, on the first rank."""
+    budget = unsharded_budget(config, ddp_config)
+    if budget is None:
+        return AutoBudget(sharers=_chunk_count(config))
+    if budget == 0 and dist.get_rank() == 0 and _could_find_budget(config, ddp_config):
+        return BudgetProposal()
+    return None
+
+
+def _could_find_budget(config: Any, ddp_config: Any) -> bool:
+    """True if the option could be `AUTO`, and one engine has all of the model's units."""
+    if captures_iteration(config) or captures_layers(config) or _chunk_count(config) > 1:
+        return False
+    fields = engine_fields(ddp_config)
+    if fields.get("weight_slots") or fields.get("bucket_slots"):
+        return False
+    rows = strategies_of(ddp_config)
+    return len(rows) == 1 and can_keep(rows[0])
 
 
 def _chunk_count(config: Any) -> int:

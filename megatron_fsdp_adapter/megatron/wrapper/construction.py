@@ -46,7 +46,7 @@ def build(
         plan.config,
         given.device,
         given.initializer_of,
-        budget=ddp_options.auto_budget(given.config, ddp_config),
+        budget=ddp_options.step_budget(given.config, ddp_config),
         grad_check=ddp_options.grad_check(ddp_config),
         allocate_slots=None if memory is None else memory.allocate,
         quantized=TransformerEngineParams() if is_quantized else None,
