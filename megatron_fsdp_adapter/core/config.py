@@ -167,6 +167,7 @@ class EngineConfig:
             already. So are the gradients that an optimizer reads, which steps there.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
+        domain_shard_outer: name of a domain and its `shard_outer`, for domains with another one.
         even_rows: each parameter is split into rows as torch's `Shard(0)` splits it, so that its
             shard is a DTensor of torch's. Otherwise parameters are packed into few segments.
         units_switch: modules show unsharded parameters only while their own unit is unsharded.
@@ -185,6 +186,7 @@ class EngineConfig:
     reduce_scatter: Reduce = REDUCE_SCATTER
     scale_before_sum: bool = False
     shard_outer: bool = False
+    domain_shard_outer: tuple[tuple[str, bool], ...] = ()
     keep_derived: bool = False
     offload: bool = False
     host_rows: bool = False
@@ -220,10 +222,11 @@ class EngineConfig:
         comm = self.policy.comm_dtype
         grads = self.policy.grads_dtype
         rounds = grads == torch.float32 and comm != torch.float32
-        if not self.strategy.shard_main or not rounds:
+        has_shards = any(row.shard_main for row in self.strategies)
+        if not has_shards or not rounds:
             raise ValueError(
-                f"reduce_scatter={chosen.name} with {self.strategy.name}, communication in {comm} "
-                f"and main gradients in {grads}: supports only a reduce-scatter of "
+                f"reduce_scatter={chosen.name} with {self.strategies_named}, communication in "
+                f"{comm} and main gradients in {grads}: supports only a reduce-scatter of "
                 "bfloat16 into float32. Set comm_dtype=torch.bfloat16 and "
                 "grads_dtype=torch.float32"
             )
@@ -244,16 +247,22 @@ class EngineConfig:
         return f"{self.strategy.name} ({', '.join(others)})" if others else self.strategy.name
 
     def of_domain(self, domain: str) -> EngineConfig:
-        """This config with the strategy of the domain of this name."""
+        """This config with the strategy and the `shard_outer` of the domain of this name."""
         strategy = dict(self.domain_strategies).get(domain, self.strategy)
-        if strategy == self.strategy:
-            return self
+        shard_outer = dict(self.domain_shard_outer).get(domain, self.shard_outer)
+        reduce_scatter = self.reduce_scatter
         # Ways to reduce that need shards are only for domains that have them.
-        needs_shards = not strategy.shard_main or (
-            self.reduce_scatter.fixed and not strategy.shard_grads
+        lacks_shards = not strategy.shard_main or (
+            reduce_scatter.fixed and not strategy.shard_grads
         )
-        reduce_scatter = REDUCE_SCATTER if needs_shards else self.reduce_scatter
-        return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
+        if lacks_shards:
+            reduce_scatter = REDUCE_SCATTER
+        own = (strategy, shard_outer, reduce_scatter)
+        if own == (self.strategy, self.shard_outer, self.reduce_scatter):
+            return self
+        return replace(
+            self, strategy=strategy, shard_outer=shard_outer, reduce_scatter=reduce_scatter
+        )
 
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:
         """This config with a unit's own strategy; None for the engine's. Kept gradients are reduced

@@ -20,7 +20,8 @@ class FSDPDistributedIndex:
         expt_fsdp_group: shards expert parameters; None without them.
         expt_fsdp_group_ag: the same for expert parameters, for all-gathers.
         expt_fsdp_group_rs: the same for expert parameters, for reductions.
-        outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
+        outer_fsdp_group: the same dense shard in every optimizer instance; None with one instance.
+        expt_outer_fsdp_group: the same for experts.
         dp_group: all ranks with the same dense parameters; by default the shard group.
         expt_dp_group: all ranks with the same expert parameters; by default their shard group.
         tp_group: the tensor-parallel group; None without tensor parallelism.
@@ -28,7 +29,8 @@ class FSDPDistributedIndex:
         device_type: "cuda" or "cpu".
         grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
-        hsdp_outer_dp_shard: whether the outer axis splits the shards again.
+        hsdp_outer_dp_shard: whether the outer axis of dense parameters splits the shards again.
+        expt_hsdp_outer_dp_shard: the same for experts.
 
     Raises:
         ValueError: a gather or reduce group has other ranks, or another order, than its shard
@@ -47,14 +49,20 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: OptionalGroup = None,
         expt_fsdp_group_rs: OptionalGroup = None,
         outer_fsdp_group: OptionalGroup = None,
+        expt_outer_fsdp_group: OptionalGroup = None,
         dp_group: OptionalGroup = None,
         expt_dp_group: OptionalGroup = None,
         tp_group: OptionalGroup = None,
         expt_tp_group: OptionalGroup = None,
         hsdp_outer_dp_shard: bool = False,
+        expt_hsdp_outer_dp_shard: bool = False,
     ) -> None:
         self.hybrid_fsdp_group = outer_fsdp_group
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        # By kind of parameter, whether shards are split again over the outer axis, if there is one.
+        self._splits_outer = {DENSE: hsdp_outer_dp_shard, EXPERT: expt_hsdp_outer_dp_shard}
+        # By kind, the group over optimizer instances; None with one instance.
+        self._outer_groups = {DENSE: outer_fsdp_group, EXPERT: expt_outer_fsdp_group}
         self.tp_group = tp_group
         # By kind of parameter, the group over which tensors are split before they are sharded.
         self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
@@ -87,8 +95,9 @@ class FSDPDistributedIndex:
         shard = Axis.of(SHARD_DIM, group)
         axes = [shard]
         outer = None
-        if self.hybrid_fsdp_group is not None:
-            outer = Axis.of(OUTER_DIM, self.hybrid_fsdp_group)
+        across = self._outer_groups[kind]
+        if across is not None:
+            outer = Axis.of(OUTER_DIM, across)
             axes = [outer, shard]
         split_over = self.tensor_groups[kind]
         if split_over is not None:
@@ -135,5 +144,15 @@ class FSDPDistributedIndex:
         return everyone
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> OptionalGroup:
-        """The outer data-parallel group, the same for all parameters; None without one."""
-        return self.hybrid_fsdp_group
+        """The outer data-parallel group of dense or of expert parameters; None without one."""
+        return self._outer_groups[self._kind(is_expert_parallel)]
+
+    @property
+    def repeats_alike(self) -> bool:
+        """True if parameters of every kind are repeated in equally many instances, or in one."""
+        sizes = {domain.outer_size for domain in self.domains.values()}
+        return len(sizes) == 1 and not any(self.splits_outer(kind) for kind in self.domains)
+
+    def splits_outer(self, kind: str) -> bool:
+        """True if shards of this kind are split again over their outer axis."""
+        return self._splits_outer[kind] and self.domain(kind).outer is not None

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp_adapter.megatron.options.table import Gib, gib
+from megatron_fsdp_adapter.megatron.options.option import Gib, gib
 from megatron_fsdp_adapter.tools.models import sources
 from megatron_fsdp_adapter.tools.models.spec import flag
 

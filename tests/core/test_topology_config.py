@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.comm.communicator import REDUCE_SCATTER
 from megatron_fsdp_adapter.core.config import (
+    OUTER_STRATEGIES,
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
@@ -281,6 +282,22 @@ for strategy, row in STRATEGIES.items():
     }
     expected = dict(zip(OVERLAPS, (row.shard_grads, row.shard_weights), strict=True))
     CONFIGS.append((changes, expected | {"domain_strategies": ((EXPERT, row),)}))
+# Replicas of experts that split shards again, or not.
+for outer, splits in OUTER_STRATEGIES.items():
+    changes = {
+        "num_distributed_optimizer_instances": 2,
+        "outer_dp_sharding_strategy": "optim",
+        "expert_outer_dp_sharding_strategy": outer,
+    }
+    CONFIGS.append((changes, {"shard_outer": True, "domain_shard_outer": ((EXPERT, splits),)}))
+# Sums in float32, of experts alone.
+changes = {
+    "data_parallel_sharding_strategy": "no_shard",
+    "expert_data_parallel_sharding_strategy": "optim",
+    "reduce_scatter_with_fp32_accumulation": True,
+    "megatron_fsdp_grad_comm_dtype": BF16,
+}
+CONFIGS.append((changes, {"reduce_scatter": ALL_TO_ALL_SUM}))
 # Any dtypes, with any strategy.
 for strategy in STRATEGIES:
     for dtypes in itertools.product((None, FP32, BF16), repeat=3):
@@ -329,16 +346,27 @@ def test_groups_of_a_domain_have_its_strategy(dense, expert):
     ],
 )
 def test_a_domain_without_shards_is_reduced_without_what_needs_them(way, row, kept):
+    """Experts, and dense parameters beside sharded experts."""
     policy = MixedPrecisionPolicy(grad_comm_dtype=BF16)
-    config = EngineConfig(
-        STRATEGIES["optim_grads_params"],
-        policy,
-        domain_strategies=((EXPERT, STRATEGIES[row]),),
-        reduce_scatter=way,
-    )
     expected = way if kept else REDUCE_SCATTER
-    assert config.for_group(None, EXPERT).reduce_scatter is expected
-    assert config.for_group(None, DENSE).reduce_scatter is way
+    sharded = STRATEGIES["optim_grads_params"]
+    for dense, expert in ((sharded, STRATEGIES[row]), (STRATEGIES[row], sharded)):
+        config = EngineConfig(
+            dense, policy, domain_strategies=((EXPERT, expert),), reduce_scatter=way
+        )
+        found = {dense: DENSE, expert: EXPERT}
+        assert config.for_group(None, found[STRATEGIES[row]]).reduce_scatter is expected
+        assert config.for_group(None, found[sharded]).reduce_scatter is way
+
+
+@pytest.mark.parametrize("own", [None, False, True])
+@pytest.mark.parametrize("every", [False, True])
+def test_groups_of_a_domain_are_split_over_its_outer_axis(every, own):
+    """As the option says for all, or for the domain."""
+    apart = () if own is None else ((EXPERT, own),)
+    config = EngineConfig(STRATEGIES["optim"], shard_outer=every, domain_shard_outer=apart)
+    assert config.for_group(None, DENSE).shard_outer is every
+    assert config.for_group(None, EXPERT).shard_outer is (every if own is None else own)
 
 
 SUMS = "reduce_scatter=all_to_all_sum with"

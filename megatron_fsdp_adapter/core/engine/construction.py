@@ -249,8 +249,11 @@ def outer_reduces(
 ) -> dict[str, DomainReduce]:
     """The reductions over the outer axis of each domain that has one. They are in place, and scale
     nothing: gradients were scaled over the shard axis."""
-    way = REDUCE_SCATTER if config.shard_outer else ALL_REDUCE
-    return {name: DomainReduce(REDUCED_OUTER, one, way) for name, one in communicators.items()}
+    found = {}
+    for name, communicator in communicators.items():
+        way = REDUCE_SCATTER if config.of_domain(name).shard_outer else ALL_REDUCE
+        found[name] = DomainReduce(REDUCED_OUTER, communicator, way)
+    return found
 
 
 def first_completed(units: Sequence[Unit]) -> list[int]:

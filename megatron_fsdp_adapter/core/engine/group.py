@@ -231,7 +231,7 @@ def group_shards(
 
 
 def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
-    """True if shards of main weights are split again over the outer axis."""
+    """True if shards of main weights are split again over the outer axis. config: of the domain."""
     return config.shard_outer and domain.outer is not None
 
 
@@ -259,7 +259,7 @@ def laid_out(
             return known
         domain = domains[key.domain]
         shards = domain.axis.size
-        if splits_outer(domain, config):
+        if splits_outer(domain, config.of_domain(key.domain)):
             shards *= domain.outer_size
         return plan(specs, shards)
 

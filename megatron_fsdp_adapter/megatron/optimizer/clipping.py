@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.transformer.module import param_is_not_shared
 
-from ...core.engine.engine import FsdpEngine
+from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.params import ParamPair
 from ...core.topology import TP_DIM
 from ...optim.local_shards import LocalPair, LocalShards
@@ -26,6 +26,7 @@ from ...state.module_weights import ModuleWeight
 from ..compat import core_api
 from ..compat.patches import Original
 from ..inner_module import ModelChunks, for_ours, our_chunks, ours_among
+from ..options.table import INSTANCES, OUTER
 
 EPS = 1e-6
 """The number that core adds to a norm before it divides by it."""
@@ -45,36 +46,46 @@ def grad_stats_group(original: Original, self: Any) -> Any:
 def _counting_ranks(ours: ModelChunks, instance: Any) -> Any:
     """The ranks over which each gradient element is counted once.
 
-    These are core's ranks of one optimizer `instance`; or all ranks if instances split the shards
-    again, which core does not know. ValueError if those instances are not the whole world."""
+    These are core's ranks of one optimizer `instance`, if each instance counts all elements
+    (`_counts_in_each_instance`), or if there is one. Otherwise they are all ranks: core knows
+    neither instances that split the shards again, nor replicas of experts of their own. ValueError
+    if the instances are not the whole world then."""
     first = ours[0]
     groups = first.optimizer_groups
     if groups is not None and not first.engine.config.strategy.shard_main:
         # With 'no_shard' core of 0.18 adds up over the model-parallel ranks. These do not contain
         # the one data-parallel rank that counts an element, nor the other experts' ranks.
         instance = groups["intra_dist_opt_group"]
-    if not first.megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+    instances = getattr(first.ddp_config, INSTANCES)
+    if instances == 1 or _counts_in_each_instance(first):
         return instance
-    instances = first.ddp_config.num_distributed_optimizer_instances
     counted = dist.get_world_size(instance) * instances
     world = dist.get_world_size()
     if counted != world:
         raise ValueError(
-            f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
-            f"ranks of a world of {world}, but the gradient norm needs a group of "
-            "the whole world. Use outer_dp_sharding_strategy='no_shard'"
+            f"{INSTANCES}={instances}: the gradient norm needs a group of the whole world of "
+            f"{world} ranks, but the optimizer instances have {counted}. Use {OUTER}='no_shard' "
+            "and the same number of instances for experts"
         )
     return dist.group.WORLD
 
 
-def _counted(engine: FsdpEngine) -> list[ParamPair]:
-    """The parameters with elements that this rank counts."""
-    return [pair for pair in engine.pairs if _is_counted(pair)]
+def _counts_in_each_instance(chunk: Any) -> bool:
+    """True if each of several optimizer instances counts all elements, as it has them all."""
+    index: FSDPDistributedIndex = chunk.megatron_fsdp_dist_index
+    return getattr(chunk.ddp_config, INSTANCES) > 1 and index.repeats_alike
 
 
-def _is_counted(pair: ParamPair) -> bool:
+def _counted(chunk: Any) -> list[ParamPair]:
+    """The parameters of a model chunk with elements that this rank counts."""
+    first_only = not _counts_in_each_instance(chunk)
+    return [pair for pair in chunk.engine.pairs if _is_counted(pair, first_only)]
+
+
+def _is_counted(pair: ParamPair, first_only: bool) -> bool:
     """True if this rank counts the gradient of a parameter.
 
+    - first_only: of equal shards on an outer axis the first one is counted.
     - Without sharding every rank of a domain holds the whole gradient. The first one counts it.
     - Where tensor-parallel ranks hold the same gradient, the first of them counts it. The ranks are
       those of the parameter's own mesh: core of 0.16.1 takes the dense ranks for experts too, and
@@ -84,6 +95,10 @@ def _is_counted(pair: ParamPair) -> bool:
     none."""
     domain = pair.group.domain
     if not pair.group.shards.splits_axis and domain.axis.rank != 0:
+        return False
+    outer = domain.outer
+    repeats = outer is not None and not pair.group.shards.splits_outer
+    if first_only and repeats and outer.rank != 0:
         return False
     param = pair.sharded
     is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))
@@ -107,7 +122,7 @@ def norm_grads(ours: ModelChunks, self: Any, grad_norm_group: str | None = None)
     for chunk in ours:
         engine = chunk.engine
         engine.gather.updates.order_compute()  # behind updates of an earlier step
-        counted |= {id(pair.sharded) for pair in _counted(engine)}
+        counted |= {id(pair.sharded) for pair in _counted(chunk)}
     grads = [
         param.grad._local_tensor
         for param in self.get_parameters()
@@ -163,7 +178,7 @@ def params_norm(original: Original, model: Any, *args: Any, **kwargs: Any) -> fl
     squares = torch.zeros(1, dtype=torch.float32, device=ours[0].engine.runtime.device)
     for chunk in ours:
         chunk.stop_communication()
-        for pair in _counted(chunk.engine):
+        for pair in _counted(chunk):
             if param_is_not_shared(pair.sharded):
                 local = ModuleWeight(pair, chunk.engine).local
                 squares += torch.linalg.vector_norm(local, dtype=torch.float32).to(squares) ** 2

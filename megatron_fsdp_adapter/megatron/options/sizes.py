@@ -32,10 +32,13 @@ layers over stages is not checked."""
 
 NAMES = (*FIRST, *LAST, *VIRTUAL, PER_VIRTUAL, *EXPERTS, *GROUP, *OTHER_LAYERS)
 
+EXPERT_INSTANCES = "expert_num_distributed_optimizer_instances"
+
 WHOLE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "num_distributed_optimizer_instances", "num_layers", "hidden_size", "num_attention_heads",
+    "num_distributed_optimizer_instances", EXPERT_INSTANCES,
+    "num_layers", "hidden_size", "num_attention_heads",
     "seq_length", "micro_batch_size", "global_batch_size", *VIRTUAL,
 )  # fmt: skip
 """Options that are integers above 0, or absent."""
@@ -365,6 +368,7 @@ def _world_problems(options: ConfigOptions, world_size: int, virtual: int) -> It
             )
         else:
             alike["ranks with the same experts"] = world_size // each
+            yield from _replica_problems(options, world_size // each)
     instances = _size(options, "num_distributed_optimizer_instances")
     for what, number in alike.items():
         if number % instances:
@@ -373,6 +377,16 @@ def _world_problems(options: ConfigOptions, world_size: int, virtual: int) -> It
                 f"{what}. Use a divisor."
             )
     yield from _batch_problems(options, data, stages, virtual)
+
+
+def _replica_problems(options: ConfigOptions, ranks: int) -> Iterator[str]:
+    """Problems of another number of replicas of experts. ranks: have the same experts."""
+    replicas = _size(options, EXPERT_INSTANCES)
+    if ranks % replicas:
+        yield (
+            f"{EXPERT_INSTANCES}={replicas}: does not divide the {ranks} ranks with the same "
+            "experts. Use a divisor."
+        )
 
 
 def _batch_problems(options: ConfigOptions, data: int, stages: int, virtual: int) -> Iterator[str]:

@@ -23,17 +23,24 @@ from ...core.comm.communicator import REDUCE_SCATTER
 from ...core.comm.registered import RegisteredMemory
 from ...core.distributed_index import FSDPDistributedIndex
 from .rules import is_on
-from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields
+from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields, strategies_by_kind
 
 ROLES = {CE_ALL_GATHER: "ag", CE_REDUCE_SCATTER: "rs"}
 """Option -> suffix of the role of the groups that the wrapper makes for it."""
+SHARDED = {"ag": "shard_weights", "rs": "shard_grads"}
+"""Suffix -> field of `Strategy`: what has to be sharded, so that there is such a collective."""
 
 
-def copy_engine_roles(ddp_config: Any) -> list[str]:
-    """The collectives that run on copy engines: gathers ("ag"), reductions ("rs"). Each of the two
-    gets communicators of its own, with NCCL's zero-CTA policy: on one they would wait for each
-    other."""
-    return [suffix for option, suffix in ROLES.items() if is_on(ddp_config, option)]
+def copy_engine_roles(ddp_config: Any, kind: str) -> list[str]:
+    """The collectives of a kind of parameters that run on copy engines: gathers ("ag"), reductions
+    ("rs"). Each of the two gets communicators of its own, with NCCL's zero-CTA policy: on one they
+    would wait for each other."""
+    row = strategies_by_kind(ddp_config)[kind]
+    found = []
+    for option, suffix in ROLES.items():
+        if is_on(ddp_config, option) and getattr(row, SHARDED[suffix]):
+            found.append(suffix)
+    return found
 
 
 # The fields of `EngineConfig` about slots, with their values if no option sets them.
@@ -52,9 +59,10 @@ def slot_memory(
     """The allocator of slots; None for ordinary memory. Copy engines need symmetric memory, so
     `disable_symmetric_registration` applies to `nccl_ub` only."""
     registers = is_on(ddp_config, "nccl_ub")
-    roles = copy_engine_roles(ddp_config)
+    is_copied = any(is_on(ddp_config, option) for option in ROLES)
     groups: list[dist.ProcessGroup] = []
-    for domain in index.domains.values():
+    for kind, domain in index.domains.items():
+        roles = copy_engine_roles(ddp_config, kind)
         if registers or "ag" in roles:
             groups.append(domain.gather_group)
         if registers or "rs" in roles:
@@ -65,6 +73,6 @@ def slot_memory(
     return RegisteredMemory(
         groups,
         device,
-        symmetric=bool(roles) or not is_on(ddp_config, "disable_symmetric_registration"),
+        symmetric=is_copied or not is_on(ddp_config, "disable_symmetric_registration"),
         at_once=not is_on(ddp_config, "fsdp_manual_registration"),
     )

@@ -7,27 +7,28 @@ and the row in `docs/flags.md` (`tests/lib/megatron/option_pages.py`).
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
-from ...core.topology import EXPERT
+from ...core.topology import DENSE, EXPERT
 from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
 from ...plan.unit_grouping import UNIT_NUMEL
 from ...plan.unsharded_budget import AUTO, NO_BUDGET, NOTHING_TO_KEEP, can_keep, is_budget
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
+from .option import Count, Dtype, Fields, Gib, Option, Refusal, Test, Text
 from .rules import Rule, Rules, is_on, off
 
 STRATEGY = "data_parallel_sharding_strategy"
 EXPERT_STRATEGY = "expert_data_parallel_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
 OUTER = "outer_dp_sharding_strategy"
+EXPERT_INSTANCES = "expert_num_distributed_optimizer_instances"
+EXPERT_OUTER = "expert_outer_dp_sharding_strategy"
 MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
 MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
 GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
@@ -43,99 +44,8 @@ PARTS_OF_LAYERS = "overlap_moe_expert_parallel_comm"
 DELAY = "delay_wgrad_compute"
 """The first is in the model config, the second in model and DDP config."""
 
-DTYPES: Mapping[str, torch.dtype | None] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "auto": None,
-}
-"""Names of dtypes in Megatron-LM main's flags. "auto" means None."""
-Dtype = torch.dtype | None
-Gib = float | str
-Text = str | None
-
 ITERATION = "full-iteration CUDA graphs"
 LAYERS = "CUDA graphs of layers"
-
-Test = Callable[[Any, Any], Any]
-"""A function of a value and the config: truthy if the value is rejected."""
-Fields = Callable[[Any], Mapping[str, Any]]
-"""A function of a value: the fields of `EngineConfig` that it sets."""
-Refusal = tuple[Test, str] | tuple[Test, str, str]
-
-
-def _nothing(value: Any) -> Mapping[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field of the DDP config.
-
-    Attributes:
-        name: of the field; the flag is `--name` with dashes.
-        type, default: those of the field, and of the flag's value.
-        help: text for `--help` and `docs/flags.md`; empty: no flag is added.
-        use: when to set it, for `docs/flags.md`; empty: the page says that it has no effect. The
-            page has no row for an option of core without `help`.
-        plain: the corresponding argument of `fully_shard_model`.
-        in_core: megatron-core 0.16.1 has the field, with this default.
-        refused: rejections: a test of value and config, the reason with the remedy, and optionally
-            `Rule.beside`.
-        excludes: kind of CUDA graphs that excludes it -> reason.
-        sets: the fields of `EngineConfig` that a value changes. If several options set one field,
-            the last row counts.
-        some_strategies: only some strategies support it, so `prove` switches it off when it loads
-            under another one.
-    """
-
-    name: str
-    type: Any
-    default: Any
-    help: str = ""
-    use: str = ""
-    plain: str = ""
-    in_core: bool = False
-    refused: tuple[Refusal, ...] = ()
-    excludes: Mapping[str, str] | None = None
-    sets: Fields = _nothing
-    some_strategies: bool = False
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the flag to a parser."""
-        if self.type is bool:
-            parser.add_argument(self.flag, action="store_true", help=self.help)
-        else:
-            readers: dict[Any, Any] = {Dtype: dtype_named, Gib: gib, Text: str}
-            read = readers.get(self.type, self.type)
-            parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
-
-    def rules(self) -> list[Rule]:
-        def rule(test: Test, *words: str) -> Rule:
-            return Rule(self.name, lambda config: test(read(config, self.name), config), *words)
-
-        return [rule(*refusal) for refusal in self.refused]
-
-
-def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype of a flag's value."""
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def gib(text: str) -> float | str:
-    """A flag's number of GiB, or "auto"."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: neither a number nor {AUTO!r}") from None
 
 
 def strategy_of(config: Any) -> Strategy | None:
@@ -143,10 +53,22 @@ def strategy_of(config: Any) -> Strategy | None:
     return STRATEGIES.get(read(config, STRATEGY))
 
 
+def strategies_by_kind(config: Any) -> dict[str, Strategy]:
+    """The rows of dense and of expert parameters; unknown names are left out."""
+    dense = read(config, STRATEGY)
+    names = {DENSE: dense, EXPERT: read(config, EXPERT_STRATEGY) or dense}
+    return {kind: STRATEGIES[name] for kind, name in names.items() if name in STRATEGIES}
+
+
 def strategies_of(config: Any) -> list[Strategy]:
     """The rows of dense and of expert parameters, each once; unknown names are left out."""
-    names = dict.fromkeys([read(config, STRATEGY), read(config, EXPERT_STRATEGY)])
-    return [STRATEGIES[name] for name in names if name in STRATEGIES]
+    return list(dict.fromkeys(strategies_by_kind(config).values()))
+
+
+def expert_instances_of(config: Any) -> int:
+    """The number of replicas of experts: by default that of dense parameters."""
+    own = read(config, EXPERT_INSTANCES)
+    return int(read(config, INSTANCES) if own is None else own)
 
 
 def _is_low(config: Any, *options: str) -> bool:
@@ -156,9 +78,8 @@ def _is_low(config: Any, *options: str) -> bool:
 
 def _sums_in_vain(sums: Any, config: Any) -> bool:
     """True if `reduce_scatter_with_fp32_accumulation` is on but has no effect on rounding."""
-    row = strategy_of(config)
     is_bf16 = read(config, GRAD_COMM) == torch.bfloat16
-    has_reduce_scatter = row is not None and row.shard_main
+    has_reduce_scatter = any(row.shard_main for row in strategies_of(config))
     useful = is_bf16 and has_reduce_scatter and not _is_low(config, MAIN_GRADS)
     return bool(sums and not useful)
 
@@ -190,12 +111,12 @@ def _asked(value: Any, config: Any) -> bool:
 
 
 def _unless(sharded: str) -> Test:
-    """A test: the option is on, but the strategy's field `sharded` (`shard_grads`, for example) is
-    False: there is no shard that the option could apply to."""
+    """A test: the option is on, but the field `sharded` (`shard_grads`, for example) of each
+    strategy is False: there is no shard that the option could apply to."""
 
     def broken(value: Any, config: Any) -> bool:
-        row = strategy_of(config)
-        return bool(value) and row is not None and not getattr(row, sharded)
+        rows = strategies_of(config)
+        return bool(value and rows) and not any(getattr(row, sharded) for row in rows)
 
     return broken
 
@@ -244,6 +165,13 @@ def _sets_expert_strategy(name: Any) -> Mapping[str, Any]:
     return {"domain_strategies": ((EXPERT, STRATEGIES[name]),)}
 
 
+def _sets_expert_outer(name: Any) -> Mapping[str, Any]:
+    """The outer strategy of the experts' domain, if it is given."""
+    if name not in OUTER_STRATEGIES:
+        return {}
+    return {"domain_shard_outer": ((EXPERT, OUTER_STRATEGIES[name]),)}
+
+
 _sets_slots = _only_if_set(weight_slots=True, bucket_slots=True)
 
 NO_FP4_WEIGHTS = (
@@ -290,7 +218,34 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     Option(
-        UNIT_NUMEL, int | None, None, in_core=True,
+        EXPERT_INSTANCES, Count, None,
+        "another number of replicas of experts; default: that of dense parameters",
+        use="dense parameters in replicas, and experts sharded over all ranks that have them (1), "
+        "or the other way round",
+        some_strategies=True,
+        refused=((lambda value, config: value is not None and value < 1,
+                  "the number of replicas must be at least 1. Set it to 1 or more, or leave it "
+                  "unset"),),
+    ),
+    Option(
+        EXPERT_OUTER, Text, None,
+        f"another sharding of experts over their replicas: {', '.join(OUTER_STRATEGIES)}; default: "
+        "that of dense parameters",
+        use="`no_shard` beside `optim` of dense parameters: replicas of experts exchange nothing "
+        "after a step",
+        some_strategies=True,
+        sets=_sets_expert_outer,
+        refused=(
+            (_other(None, *OUTER_STRATEGIES), f"use one of {list(OUTER_STRATEGIES)}, or leave it "
+             "unset"),
+            (lambda value, config: (OUTER_STRATEGIES.get(value)
+                                    and expert_instances_of(config) == 1),
+             f"there is one replica of experts, so no second one to shard over. Set "
+             f"{EXPERT_INSTANCES} to 2 or more, or this option to 'no_shard'"),
+        ),
+    ),
+    Option(
+        UNIT_NUMEL, Count, None, in_core=True,
         sets=lambda value: {"prefetch_bytes": torch.bfloat16.itemsize * int(value or 0)},
         refused=((lambda value, config: (value or 0) < 0,
                   "the number of elements up to which layers are grouped must be at least 0. "

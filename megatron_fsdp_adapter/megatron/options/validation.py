@@ -20,6 +20,7 @@ from .checkpoint_flags import (
 )
 from .cuda_graphs import GRAPH_RULES
 from .load_folders import LOAD_ARGUMENTS, load_problems, newest_problems
+from .option import DTYPES
 from .rules import Joined, Rule, Rules, is_on, off, problems, unset
 from .settings import CKPT_FORMAT
 from .support import (
@@ -31,7 +32,6 @@ from .support import (
 )
 from .table import (
     DDP_CONFIG_RULES,
-    DTYPES,
     FP32_SUMS,
     GRAD_COMM,
     MAIN_GRADS,

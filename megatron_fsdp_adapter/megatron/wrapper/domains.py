@@ -17,8 +17,16 @@ from ...core.topology import DENSE, EXPERT, ShardDomain
 from ...quantized import stored_in
 from ..options import staging_options
 from ..options.rules import is_on, problems
-from ..options.table import CE_ALL_GATHER, DDP_CONFIG_RULES, GATHER_GROUPS, engine_fields
-from .process_groups import GATHER_SOURCES, Groups, build_index, read_groups
+from ..options.table import (
+    CE_ALL_GATHER,
+    DDP_CONFIG_RULES,
+    GATHER_GROUPS,
+    INSTANCES,
+    engine_fields,
+    expert_instances_of,
+    read,
+)
+from .process_groups import SHARDS_AMONG, Groups, Instances, build_index, read_groups
 
 SHARED_EMBEDDING = "dense, shared across stages"
 """The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
@@ -51,12 +59,17 @@ def grad_scale(config: Any, num_ranks: int) -> float:
     return 1.0 / num_ranks
 
 
+def instances_of(ddp_config: Any) -> Instances:
+    """The numbers of optimizer instances of a config."""
+    return Instances(read(ddp_config, INSTANCES), expert_instances_of(ddp_config))
+
+
 def read_index(
     module: nn.Module, config: Any, ddp_config: Any, device: torch.device, pg_collection: Any
 ) -> tuple[FSDPDistributedIndex | None, list[str]]:
     """The index over the process groups, or None if it cannot be made; and problems with the
     groups, or with `module` in them. Collective where the wrapper makes groups itself."""
-    instances = ddp_config.num_distributed_optimizer_instances
+    instances = instances_of(ddp_config)
     found: list[str] = []
     try:
         groups = read_groups(pg_collection, instances, is_on(ddp_config, GATHER_GROUPS))
@@ -69,12 +82,16 @@ def read_index(
         is_right = not (found or problems(ddp_config, DDP_CONFIG_RULES))
         if device.type == "cuda" and is_right:
             _add_copy_engine_groups(groups, ddp_config)
+        fields = engine_fields(ddp_config)
+        shard_outer = fields["shard_outer"]
+        of_experts = dict(fields.get("domain_shard_outer", ()))
         index = build_index(
             groups,
             device=device,
             grad_scale_of=functools.partial(grad_scale, config),
             instances=instances,
-            shard_outer=engine_fields(ddp_config)["shard_outer"],
+            shard_outer=shard_outer,
+            expert_shard_outer=of_experts.get(EXPERT, shard_outer),
         )
         for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
             index.domain(kind)
@@ -85,8 +102,8 @@ def read_index(
 
 def _add_copy_engine_groups(groups: Groups, ddp_config: Any) -> None:
     """Adds groups for communication by copy engines to `groups`. Collective."""
-    for suffix in staging_options.copy_engine_roles(ddp_config):
-        for role in GATHER_SOURCES:
+    for kind, (role, _) in SHARDS_AMONG.items():
+        for suffix in staging_options.copy_engine_roles(ddp_config, kind):
             name = f"{role}_{suffix}"
             groups[name] = duplicate_group(groups[role], name, options=zero_cta_options())
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,36 @@ from megatron.core import parallel_state as ps
 
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.duplicate_groups import duplicate_group
+from ...core.topology import DENSE, EXPERT
 from ..compat import core_api
+from ..options.table import EXPERT_INSTANCES, INSTANCES
+from .expert_instances import expert_groups
 
 Groups = dict[str, dist.ProcessGroup | None]
+
+
+class Instances(NamedTuple):
+    """The number of optimizer instances, each of which has all parameters of a kind."""
+
+    # Of dense parameters. Megatron makes groups for so many.
+    dense: int
+    # Of experts.
+    experts: int
+
+    def option(self, kind: str) -> tuple[str, int]:
+        """The option that sets the number for a kind of parameters, and that number."""
+        if kind == DENSE or self.experts == self.dense:
+            return INSTANCES, self.dense
+        return EXPERT_INSTANCES, self.experts
+
+
+ONE_INSTANCE = Instances(1, 1)
+
+SHARDS_AMONG: Mapping[str, tuple[str, str]] = {
+    DENSE: ("fsdp_group", "dp_group"),
+    EXPERT: ("expt_fsdp_group", "expt_dp_group"),
+}
+"""Kind of parameters -> roles of the group of shards, and of that of all ranks that have them."""
 
 GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
     # role in the index -> attributes of ProcessGroupCollection, first present one wins
@@ -91,9 +118,9 @@ def groups_of(pg_collection: Any) -> Groups:
     return found
 
 
-def read_groups(pg_collection: Any | None, instances: int, separate_gathers: bool) -> Groups:
+def read_groups(pg_collection: Any | None, instances: Instances, separate_gathers: bool) -> Groups:
     """The groups by role: of the collection, or of `parallel_state` if there is no collection.
-    ValueError if `parallel_state` has no groups either.
+    ValueError if `parallel_state` has no groups either, or if experts cannot be so many instances.
 
     separate_gathers: makes missing groups for gathers, which is collective. They are added to a
     collection, so that the wrapper of the next model chunk finds them. Megatron-LM's
@@ -104,51 +131,84 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
             "pg_collection=None, and parallel_state has no groups. Pass a ProcessGroupCollection, "
             "or call parallel_state.initialize_model_parallel() first"
         )
-    if pg_collection is not None:
-        if separate_gathers:
-            create_all_gather_groups(pg_collection)
-        return groups_of(pg_collection)
-    groups = groups_of(None)
-    if instances > 1:  # parallel_state's gather group spans all instances
-        groups["fsdp_group_ag"] = None
-    if separate_gathers:
-        for role, name in GATHER_SOURCES.items():
-            if groups[f"{role}_ag"] is None:
-                groups[f"{role}_ag"] = duplicate_group(groups[role], name)
+    groups = groups_of(pg_collection)
+    if pg_collection is None and instances.dense > 1:
+        groups["fsdp_group_ag"] = None  # parallel_state's gather group spans all instances
+    groups["expt_outer_fsdp_group"] = groups["outer_fsdp_group"]
+    again = set()
+    if instances.experts != instances.dense and groups["expt_fsdp_group"] is not None:
+        given = [groups["expt_fsdp_group"], groups["outer_fsdp_group"]]
+        shard, outer = expert_groups(groups["expt_dp_group"], instances.experts, given)
+        groups |= {"expt_fsdp_group": shard, "expt_outer_fsdp_group": outer}
+        if not _have_same_ranks(shard, groups["expt_fsdp_group_ag"]):
+            # A group for gathers among the ranks of one dense instance.
+            again = {"expt_fsdp_group"}
+    _add_gather_groups(groups, pg_collection, again, separate_gathers)
     return groups
 
 
-def _check_instances(groups: Groups, instances: int) -> None:
+def _have_same_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup | None) -> bool:
+    """True if both have the same ranks, or if there is one only."""
+    if other is None:
+        return True
+    return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+
+
+def _add_gather_groups(
+    groups: Groups, pg_collection: Any | None, again: Collection[str], missing: bool
+) -> None:
+    """Makes groups for gathers, and adds them to `groups` and to a collection. Collective.
+
+    again: roles whose groups are made in place of the present ones. missing: others are made where
+    there is none."""
+    for role, attribute in GATHER_SOURCES.items():
+        if not missing and role not in again:
+            continue
+        of_gathers = f"{role}_ag"
+        mirrored = groups[role] if groups[of_gathers] is None or role in again else None
+        created = duplicate_group(mirrored, attribute)
+        if created is None:
+            continue
+        groups[of_gathers] = created
+        if pg_collection is not None:
+            setattr(pg_collection, attribute, created)
+
+
+def _check_instances(groups: Groups, instances: Instances) -> None:
     """ValueError if the groups were made for another number of optimizer instances."""
-    roles = {"fsdp_group": "dp_group", "expt_fsdp_group": "expt_dp_group"}
-    for shard_role, everyone_role in roles.items():
+    for kind, (shard_role, everyone_role) in SHARDS_AMONG.items():
         shard = groups[shard_role]
         everyone = groups.get(everyone_role)
         if shard is None or everyone is None:
             continue
+        option, count = instances.option(kind)
         ranks = dist.get_process_group_ranks(shard)
         all_ranks = dist.get_process_group_ranks(everyone)
-        if len(ranks) * instances != len(all_ranks) or not set(ranks) <= set(all_ranks):
+        if len(ranks) * count != len(all_ranks) or not set(ranks) <= set(all_ranks):
             raise ValueError(
-                f"ddp_config.num_distributed_optimizer_instances={instances}: the "
+                f"ddp_config.{option}={count}: the "
                 f"{len(all_ranks)} ranks {all_ranks} of {GROUP_SOURCES[everyone_role][0]} should "
-                f"be split over {instances} instances, but the shard group "
+                f"be split over {count} instances, but the shard group "
                 f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}. Initialize the groups with "
-                f"num_distributed_optimizer_instances={instances}"
+                f"num_distributed_optimizer_instances={count}"
             )
 
 
-def _outer_group(groups: Groups, instances: int) -> dist.ProcessGroup | None:
-    """The group over optimizer instances; None for one instance. ValueError for a wrong size."""
-    if instances == 1:
+def _outer_group(
+    groups: Groups, role: str, instances: Instances, kind: str
+) -> dist.ProcessGroup | None:
+    """The group over instances of one kind of parameters; None for one instance. ValueError for a
+    wrong size."""
+    option, count = instances.option(kind)
+    if count == 1:
         return None
-    outer = groups["outer_fsdp_group"]
+    outer = groups.get(role)
     found = [] if outer is None else dist.get_process_group_ranks(outer)
-    if len(found) != instances:
+    if len(found) != count:
         raise ValueError(
-            f"ddp_config.num_distributed_optimizer_instances={instances}: inter_dist_opt should "
+            f"ddp_config.{option}={count}: inter_dist_opt should "
             f"have one rank of each instance, but has ranks {found}. Initialize the groups with "
-            f"num_distributed_optimizer_instances={instances}"
+            f"num_distributed_optimizer_instances={count}"
         )
     return outer
 
@@ -158,13 +218,15 @@ def build_index(
     *,
     device: torch.device,
     grad_scale_of: Callable[[int], float],
-    instances: int = 1,
+    instances: Instances = ONE_INSTANCE,
     shard_outer: bool = False,
+    expert_shard_outer: bool = False,
 ) -> FSDPDistributedIndex:
-    """The index over `groups` (roles of `GROUP_SOURCES`). `grad_scale_of` maps the number of data
-    parallel ranks to the gradient factor; `instances` is the number of optimizer instances, and
-    `shard_outer` whether they split the shards again. ValueError names the first group that is
-    missing or has other ranks than it should."""
+    """The index over `groups`: those of `read_groups`, or of `groups_of` for one instance.
+
+    grad_scale_of: maps the number of data parallel ranks to the gradient factor. shard_outer,
+    expert_shard_outer: whether optimizer instances split the shards again. ValueError names the
+    first group that is missing or has other ranks than it should."""
     if groups["fsdp_group"] is None or groups["dp_group"] is None:
         raise ValueError(
             "pg_collection.dp_cp is missing: the wrapper shards over the data x context parallel "
@@ -173,13 +235,18 @@ def build_index(
     _check_instances(groups, instances)
     others: dict[str, Any] = dict(groups)
     del others["fsdp_group"]
-    others["outer_fsdp_group"] = _outer_group(groups, instances)
+    others["outer_fsdp_group"] = _outer_group(groups, "outer_fsdp_group", instances, DENSE)
+    others["expt_outer_fsdp_group"] = None
+    if groups["expt_fsdp_group"] is not None:
+        of_experts = _outer_group(groups, "expt_outer_fsdp_group", instances, EXPERT)
+        others["expt_outer_fsdp_group"] = of_experts
     return FSDPDistributedIndex(
         groups["fsdp_group"],
         **others,
         device_type=device.type,
         grad_scale=grad_scale_of(dist.get_world_size(groups["dp_group"])),
         hsdp_outer_dp_shard=shard_outer,
+        expt_hsdp_outer_dp_shard=expert_shard_outer,
     )
 
 
@@ -195,10 +262,5 @@ def create_all_gather_groups(pg_collection: Any) -> Any:
     Raises:
         ValueError: on every rank, when ranks disagree on the members of a group.
     """
-    groups = groups_of(pg_collection)
-    for role, attribute in GATHER_SOURCES.items():
-        mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
-        created = duplicate_group(mirrored, attribute)
-        if created is not None:
-            setattr(pg_collection, attribute, created)
+    _add_gather_groups(groups_of(pg_collection), pg_collection, again=(), missing=True)
     return pg_collection

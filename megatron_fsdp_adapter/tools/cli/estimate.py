@@ -20,9 +20,10 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.megatron.options import ddp_options
+from megatron_fsdp_adapter.megatron.options.option import gib
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY, UNIT_NUMEL, gib
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY, UNIT_NUMEL
 from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET

@@ -33,7 +33,7 @@ from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
-from megatron_fsdp_adapter.megatron.options.table import DTYPES
+from megatron_fsdp_adapter.megatron.options.option import DTYPES
 from megatron_fsdp_adapter.megatron.wrapper.adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.wrapper.gpt_model import gpt_model, in_compute_dtype
 from megatron_fsdp_adapter.megatron.wrapper.process_groups import create_all_gather_groups

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_fsdp_adapter.megatron.options import sizes
 from megatron_fsdp_adapter.megatron.options.settings import Change
 
 Options = Mapping[str, Any]
@@ -27,6 +28,7 @@ AXES = (
 SIZES = frozenset(
     {
         *AXES, "world_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+        sizes.EXPERT_INSTANCES,
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank", "num_layers", "mtp_num_layers",
         "recompute_num_layers", "moe_layer_freq", "hidden_size", "ffn_hidden_size", "kv_channels",
@@ -334,7 +336,9 @@ def _ranks(work: ScaledDown, room: Room) -> None:
         if work.two_or_one("expert_model_parallel_size", in_stage > 1, too_few) and in_stage < 4:
             work.left_out.append("shards of experts: each expert is on one rank")
         both = 2 * _number(options, "expert_model_parallel_size", 1)
-        work.two_or_one("expert_tensor_parallel_size", tensor > 1 and in_stage >= both, too_few)
+        if work.two_or_one("expert_tensor_parallel_size", tensor > 1 and in_stage >= both, too_few):
+            both *= 2
+        work.two_or_one(sizes.EXPERT_INSTANCES, in_stage >= both, too_few)
     else:  # Megatron sets it without experts, too, and requires that it divides the ranks
         work.set("expert_tensor_parallel_size", tensor, "as tensor parallelism: no experts")
     if tensor == 1 and options.get("sequence_parallel"):
@@ -343,11 +347,7 @@ def _ranks(work: ScaledDown, room: Room) -> None:
     work.set("world_size", world, "the fewest ranks that have all axes")
 
 
-VIRTUAL = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
+VIRTUAL = (*sizes.VIRTUAL, sizes.PER_VIRTUAL)
 """The names of one size."""
 
 

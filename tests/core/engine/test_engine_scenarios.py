@@ -80,7 +80,7 @@ def test_every_access_is_ordered(strategy, scenario):
         watched(row.setup(strategy), event)
 
 
-DTYPES = {"main_grads", "comm_dtype", "main_params", "dtype", "outer"}
+DTYPES = {"main_grads", "comm_dtype", "main_params", "dtype", "outer", "split_outer"}
 SLOW = ("microbatches", "layers_skipped", "evaluation_between", "gradients_late", "kept", "whole")
 
 
@@ -108,7 +108,7 @@ def test_values(strategy, scenario):
             name
             for name, row in SCENARIOS.items()
             if row.apart is not None
-            and not row.options.keys() & {"comm_dtype", "main_grads", "outer"}
+            and not row.options.keys() & {"comm_dtype", "main_grads", "outer", "split_outer"}
         )
     ),
 )

@@ -245,18 +245,30 @@ def domains_of(setup: Setup) -> dict[str, Any]:
     halves = None
     if setup.outer > 1:
         shards = _mine(setup, instances)
+    of_split = setup.split_outer or setup.outer
     if setup.split:
-        of_two = [ranks[start::2] for ranks in instances for start in range(2)]
+        whole = setup.world // of_split
+        of_two = []
+        for first in range(0, setup.world, whole):
+            ranks = range(first, first + whole)
+            of_two += [ranks[start::2] for start in range(2)]
         halves = _mine(setup, [ranks for ranks in of_two if ranks])
     if setup.outer > 1:
         across = _mine(setup, [range(start, setup.world, inner) for start in range(inner)])
+    of_halves = across
+    if of_split != setup.outer:
+        whole = setup.world // of_split
+        ways = [range(start, setup.world, whole) for start in range(whole)]
+        of_halves = _mine(setup, ways) if of_split > 1 else None
     index = FSDPDistributedIndex(
         shards,
         device_type="cpu",
         grad_scale=setup.grad_scale or 1.0 / setup.world,
         expt_fsdp_group=halves,
         outer_fsdp_group=across,
+        expt_outer_fsdp_group=of_halves,
         hsdp_outer_dp_shard=setup.shard_outer,
+        expt_hsdp_outer_dp_shard=setup.splits_again_apart,
     )
     return dict(index.domains)
 

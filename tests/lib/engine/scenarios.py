@@ -252,6 +252,21 @@ for name in STRATEGIES:
         split | {"told": False}, strategies=untold, like={"told": True}
     )
 
+# domains with instances of their own
+APART_INSTANCES = {
+    "one": {"outer": 2, "shard_outer": True, "split_outer": 1},
+    "parts": {"split_outer": 2, "split_shard_outer": True},
+    "replicas": {"outer": 2, "shard_outer": True, "split_shard_outer": False},
+}
+for name, options in APART_INSTANCES.items():
+    split = {"split": True, "world": 8, "rank": 5} | options
+    SCENARIOS[f"split_into_{name}"] = Scenario(split, PLAIN, ONLY_ZERO_3)
+    SCENARIOS[f"split_into_{name}_all"] = rare(split)
+    SCENARIOS[f"split_into_{name}_fused"] = rare(split | FUSED, apart=TWICE)
+    SCENARIOS[f"split_into_{name}_untold"] = rare(split | {"told": False}, PLAIN, SHARDED)
+    for other in STRATEGIES:
+        SCENARIOS[f"split_into_{name}_{other}"] = rare(split | {"split_strategy": other}, PLAIN)
+
 # units that keep weights, or gradients too
 SCENARIOS["kept"] = Scenario(KEPT, (*MIXED, "gradients_late"), ONLY_ZERO_3)
 SCENARIOS["kept_weights"] = Scenario(

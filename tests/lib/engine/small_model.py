@@ -41,7 +41,8 @@ class Setup:
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
     `down` maps over a domain of their own, of every second rank, with the strategy
     `split_strategy` if that is given. `outer` instances of the model
-    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
+    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts; of
+    the domain of their own `split_outer` and `split_shard_outer` do, if they are given.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `WgradProtocol` that does;
     `operations`: others, which no module tree has, hold their parameters and are called. `slots`:
@@ -75,6 +76,8 @@ class Setup:
     split_strategy: str | None = None
     outer: int = 1
     shard_outer: bool = False
+    split_outer: int | None = None
+    split_shard_outer: bool | None = None
     check_by: str | None = None
     fused: WgradProtocol | None = None
     operations: bool = False
@@ -115,6 +118,13 @@ class Setup:
         return replace(self, **changes)
 
     @property
+    def splits_again_apart(self) -> bool:
+        """`shard_outer` of the domain of their own."""
+        if self.split_shard_outer is None:
+            return self.shard_outer
+        return self.split_shard_outer
+
+    @property
     def reduce_scatter(self) -> Reduce:
         if self.exchange:
             return FIXED_ALL_TO_ALL_SUM
@@ -138,6 +148,7 @@ class Setup:
             overlap_param_gather=self.overlap or any(one.shard_weights for one in rows),
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
+            domain_shard_outer=((EXPERT, self.splits_again_apart),) if self.split else (),
             weight_slots=self.slots,
             bucket_slots=self.slots,
             reduce_scatter=self.reduce_scatter,

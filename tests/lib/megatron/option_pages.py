@@ -12,13 +12,14 @@ import torch
 from megatron_fsdp_adapter.megatron.optimizer import group_options
 from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
+from megatron_fsdp_adapter.megatron.options.option import DTYPES, Option
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
     SCHEDULE_RULES,
 )
-from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, DTYPES, OPTIONS, Option
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, OPTIONS
 from megatron_fsdp_adapter.megatron.options.validation import BRIDGE_RULES, LAUNCH_RULES
 from tests.lib.matrix import cells, table
 from tests.lib.matrix.cover import covered

@@ -21,13 +21,14 @@ from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options import settings, table, validation
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
+from megatron_fsdp_adapter.megatron.options.option import Option
 from megatron_fsdp_adapter.megatron.options.rules import Joined, Rule, problems
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
     SCHEDULE_RULES,
 )
-from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, OPTIONS, Option
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, OPTIONS
 from megatron_fsdp_adapter.megatron.options.validation import LAUNCH_RULES
 from tests.lib.gpt.gpt import build_model, build_trainer, ddp_config, optimizer_config
 from tests.lib.gpt.one_layer import CASE, wrapped
@@ -37,6 +38,7 @@ CHECKS = (
     "megatron/options/table.py",
     "megatron/options/rules.py",
     "megatron/options/settings.py",
+    "megatron/options/option.py",
     "megatron/options/support.py",
     "megatron/options/validation.py",
     "megatron/options/cuda_graphs.py",
@@ -255,6 +257,7 @@ WORDS: dict[Any, tuple[list[str], Any]] = {
     float: (["1.5"], 1.5),
     str: (["a"], "a"),
     table.Text: (["a"], "a"),
+    table.Count: (["3"], 3),
     table.Gib: (["1.5"], 1.5),
 }
 """What stands behind a flag, and what becomes of it, by the type of its option."""

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
+from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from megatron_fsdp_adapter.megatron.options import staging_options, table
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
+from megatron_fsdp_adapter.megatron.options.rules import problems
 from megatron_fsdp_adapter.megatron.wrapper.domains import read_index
 from tests.lib.engine.pretended import pretended_world
 from tests.lib.gpt.gpt import Case, ddp_config, model_config
@@ -69,6 +71,32 @@ def test_registration_is_between_the_ranks_of_one_instance(option):
             assert memory is not None
             seen.append([tuple(dist.get_process_group_ranks(g)) for g in memory._groups])
     assert seen == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("dense", "experts", "kinds"),
+    [
+        ("optim", "optim_grads_params", [EXPERT]),
+        ("optim_grads_params", "optim", [DENSE]),
+        ("optim_grads_params", None, [DENSE, EXPERT]),
+    ],
+)
+@pytest.mark.parametrize("option", [CE, CE_RS])
+def test_copy_engines_move_what_is_sharded(option, dense, experts, kinds):
+    """Of dense parameters or of experts, if these have another strategy."""
+    chosen = config(dense, **{option: True, table.EXPERT_STRATEGY: experts})
+    with pretended_world(4, 0):
+        groups = {DENSE: dist.group.WORLD, EXPERT: dist.new_group([0, 2])}
+        index = FSDPDistributedIndex(
+            groups[DENSE], expt_fsdp_group=groups[EXPERT], device_type="cpu", grad_scale=0.25
+        )
+        memory = staging_options.slot_memory(chosen, index, CPU)
+        assert memory._groups == [groups[kind] for kind in kinds]
+    suffix = staging_options.ROLES[option]
+    for kind in groups:
+        made = staging_options.copy_engine_roles(chosen, kind)
+        assert made == ([suffix] if kind in kinds else [])
+    assert "not sharded" not in str(problems(chosen, table.DDP_CONFIG_RULES))
 
 
 def test_copy_engines_take_no_gather_groups_of_the_caller(one_rank):

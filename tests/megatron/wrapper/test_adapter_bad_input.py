@@ -131,6 +131,15 @@ BAD["groups made for several optimizer instances"] = Bad(
     ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),
     ranks={"intra_dp_cp": [0, 1]},
 )
+BAD["so many replicas of experts as ranks cannot make"] = Bad(
+    ("expert_num_distributed_optimizer_instances=3", "4 ranks [0, 1, 2, 3] of expt_dp", "divisor"),
+    ddp={"expert_num_distributed_optimizer_instances": 3},
+)
+BAD["replicas of experts without a group to split"] = Bad(
+    ("expert_num_distributed_optimizer_instances=2", "but not expt_dp", "that has it"),
+    ddp={"expert_num_distributed_optimizer_instances": 2},
+    ranks={"expt_dp": None, "intra_expt_dp": [0, 1, 2, 3]},
+)
 BAD["no data-parallel group"] = Bad(
     ("pg_collection.dp_cp is missing", "Pass a ProcessGroupCollection that has it"),
     ranks={"dp_cp": None},

@@ -43,6 +43,16 @@ MODEL: dict[str, Any] = {
 }
 
 
+OWN_REPLICAS = {
+    "num_moe_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_topk": 2,
+    "expert_num_distributed_optimizer_instances": 1,
+    "expert_data_parallel_sharding_strategy": "optim",
+}
+
+
 def prove(
     folder: Path, prepare: Callable[[], None] | None, ranks: int = 2, **options: Any
 ) -> list[ComparedRow]:
@@ -92,7 +102,10 @@ def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> 
     assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", last)
 
 
-def test_two_instances_are_proven(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param(OWN_REPLICAS, id="and experts in one", marks=pytest.mark.full)]
+)
+def test_two_instances_are_proven(tmp_path: Path, more: dict[str, Any]) -> None:
     """The reference reduces over all ranks, not over those of an instance."""
     rows = prove(
         tmp_path,
@@ -101,6 +114,7 @@ def test_two_instances_are_proven(tmp_path: Path) -> None:
         data_parallel_sharding_strategy="optim_grads_params",
         num_distributed_optimizer_instances=2,
         outer_dp_sharding_strategy="optim",
+        **more,
     )
     assert [row for row in rows if not row.holds] == []
 

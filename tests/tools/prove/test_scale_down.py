@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp_adapter.megatron.options.sizes import EXPERT_INSTANCES
 from megatron_fsdp_adapter.tools.prove import source
 from megatron_fsdp_adapter.tools.prove.scale_down import (
     AXES,
@@ -47,6 +48,7 @@ RUNS = st.fixed_dictionaries(
         "num_distributed_optimizer_instances": st.sampled_from([1, 2]),
         "expert_model_parallel_size": st.sampled_from([1, 8]),
         "num_moe_experts": st.sampled_from([None, 8, 64]),
+        EXPERT_INSTANCES: st.sampled_from([None, 1, 4]),
         "fp8": st.sampled_from([None, "hybrid"]),
         "fp8_recipe": st.sampled_from(["tensorwise", "blockwise", "mxfp8"]),
         "fp8_param_gather": st.booleans(),
@@ -109,6 +111,8 @@ def test_what_comes_out_can_be_built(run: dict[str, Any], room: Room) -> None:
         assert o["num_layers"] % stages == 0
     if experts:
         assert experts % o["expert_model_parallel_size"] == 0
+        split = o["expert_model_parallel_size"] * (o["expert_tensor_parallel_size"] or 1) * stages
+        assert after.world_size % (split * (o[EXPERT_INSTANCES] or 1)) == 0
 
 
 def is_left_out(after: ScaledDown, beginning: str) -> bool:
