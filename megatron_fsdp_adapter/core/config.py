@@ -74,6 +74,8 @@ def strategy_named(name: str) -> Strategy:
 POLICY_DTYPES = (None, torch.float32, torch.bfloat16)
 FURTHER_DTYPES = (torch.float16, torch.float64)
 """Dtypes of gradients under `as_fsdp2` alone."""
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, *FURTHER_DTYPES)
+"""Dtypes of parameters that may be trained."""
 
 
 @dataclass(frozen=True)

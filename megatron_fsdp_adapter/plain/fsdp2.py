@@ -258,8 +258,8 @@ def _changing_reduced_by(hook: Callable[[torch.Tensor], None]) -> UnitSetting:
     """Has `hook` change reduced gradients of a unit."""
 
     def setting(engine: Any, unit: Any) -> None:
-        for group in unit.trainable_groups:
-            group.grads.change_reduced_by(hook)
+        for group in unit.groups:
+            group.change_reduced_by(hook)
 
     return setting
 

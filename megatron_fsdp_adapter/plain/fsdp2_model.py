@@ -302,7 +302,7 @@ def divide_grads(module: Any, factor: float) -> None:
     if engine is None:
         return
     if mark.unit is not engine.root or module is root_of(module):  # else it has no parameters
-        engine.divide_grads(mark.unit.trainable_groups, factor)
+        engine.divide_grads(mark.unit.groups, factor)
 
 
 def _params_of_model(

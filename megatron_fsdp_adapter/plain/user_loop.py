@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..build.shard_attributes import mark_shard
 from ..core.engine.grad_buffers import GradState
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair, refuse_assigned_data
@@ -24,6 +25,7 @@ from ..core.engine.reduce import REDUCED_STATES
 from ..core.engine.step import Last, RootCall, RootName
 from . import host_grads
 from .joined import JoiningParameters
+from .late_training import refuse_training
 from .left_grads import Earlier, forget_absent, refuse_sums, refuse_untaken
 from .registered_methods import runs_registered_method
 from .shown import ShowingEngine
@@ -48,7 +50,7 @@ class UserLoopEngine(ShowingEngine):
         self._began_unsharded = False
         # Those whose `requires_grad` was False when it was last looked at.
         self._frozen = {pair for pair in self.pairs if not pair.group.key.requires_grad}
-        # True if all parameters of some group that can be trained are frozen.
+        # True if all parameters of some group that has gradients are frozen.
         self._has_frozen_group = False
         # Those whose gradients were attached, and not forgotten since.
         self._attached: set[ParamPair] = set()
@@ -144,16 +146,18 @@ class UserLoopEngine(ShowingEngine):
         return [*self._given(), *super().compared_numbers()]
 
     def _given(self) -> list[bool]:
-        """A flag for each trained parameter: True if a backward of this rank has given it a
-        gradient since gradients were last attached, or if it is frozen and needs none."""
+        """A flag for each parameter: True if a backward of this rank has given it a gradient since
+        gradients were last attached, or if it is frozen and needs none. There are as many on all
+        ranks, also while some train parameters that others do not."""
         return [
             not self._takes_grad(pair) or pair.index in pair.group.grads.given
-            for pair in self.trained
+            for pair in self.pairs
         ]
 
     def _takes_grad(self, pair: ParamPair) -> bool:
         """True if the parameter is to have its gradient, also if it was frozen in this step."""
-        return pair.sharded.requires_grad or pair in self._frozen_late
+        is_trained = pair.grad is not None and pair.sharded.requires_grad
+        return is_trained or pair in self._frozen_late
 
     def attach_grads(self) -> None:
         """Attaches gradients, but not to parameters to which no rank's backward has given one.
@@ -167,7 +171,9 @@ class UserLoopEngine(ShowingEngine):
             flags = self.launches.largest()[: len(flags)]
         self._given_now = []
         absent = []
-        for pair, given in zip(self.trained, flags, strict=True):
+        for pair, given in zip(self.pairs, flags, strict=True):
+            if pair.grad is None:
+                continue
             is_kept = not pair.group.grads.are_whole
             is_due = given and self._takes_grad(pair)
             if is_due and not is_kept:
@@ -334,8 +340,8 @@ class UserLoopEngine(ShowingEngine):
         parameters of its pair get the new value, whichever of them was set.
 
         Raises:
-            RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
-                a hook that cannot run.
+            RuntimeError: a parameter that was frozen when it was wrapped, and cannot be trained, is
+                to be; or a parameter has a hook that cannot run.
         """
         changed = []
         with unchecked():
@@ -353,14 +359,8 @@ class UserLoopEngine(ShowingEngine):
                     and pair.sharded.requires_grad is was_trained
                 ):
                     continue
-                if pair.grad is None:
-                    raise RuntimeError(
-                        f"requires_grad of {pair.managed.fqns[0]} was set to True, but the "
-                        "parameter was frozen when the model was wrapped, so it has no gradient "
-                        "buffer. Wrap the model with requires_grad=True, and freeze the parameter "
-                        "after that"
-                    )
                 changed.append(pair)
+            self._begin_training([pair for pair in changed if pair.grad is None])
             for pair in changed:
                 is_trained = pair in self._frozen  # it was frozen, and this has changed
                 if not is_trained and self.has_grads:
@@ -370,6 +370,23 @@ class UserLoopEngine(ShowingEngine):
                 pair.sharded.requires_grad = is_trained
         self._frozen ^= {*changed}
         return bool(changed)
+
+    def _begin_training(self, pairs: Sequence[ParamPair]) -> None:
+        """Gives gradients to the groups of `pairs`, which were frozen until now. RuntimeError if
+        one of them cannot be trained."""
+        if not pairs:
+            return
+        for pair in pairs:
+            refuse_training(pair)
+        groups = {pair.group for pair in pairs}
+        for unit in self.units:
+            unit.begin_training(groups)
+        for pair in self.pairs:
+            if pair.group in groups:
+                pair.make_grad()
+                mark_shard(pair)
+        self.grads = [group.grads for group in self.groups if group.key.requires_grad]
+        self.trained = [pair for pair in self.pairs if pair.grad is not None]
 
     def _follow_grads(self) -> None:
         """Takes over what the user has done to attached gradients of sharded parameters: removed

@@ -235,7 +235,7 @@ def test_weights_may_first_be_gathered_under_inference_mode(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_a_program_does_to_such_parameters(rank: int) -> None:
-    sides = [made(shard) for shard in (theirs, ours)]
+    sides = [made(shard, frozen="layers.1.up") for shard in (theirs, ours)]
     found: list[list[float]] = []
     for net in sides:
         losses = train(net, rank)[1]
@@ -245,7 +245,7 @@ def test_what_a_program_does_to_such_parameters(rank: int) -> None:
         losses += train(net, rank)[1]
         assert param.grad is None
         assert torch.equal(local(param), before)
-        param.requires_grad_(True)
+        net.requires_grad_(True)
         found.append([*losses, *train(net, rank)[1]])
         assert not torch.equal(local(param), before)
     assert found[0] == found[1]

@@ -103,9 +103,9 @@ def _narrow_main_weights(model: Any) -> None:
     fully_shard_model(net(), mixed_precision_policy=policy)
 
 
-@refused("requires_grad of head.weight was set to True.*frozen", RuntimeError)
+@refused("head.weight was set to True.*main weights are in torch.bfloat16", RuntimeError)
 def _frozen_when_wrapped(model: Any) -> None:
-    module = net()
+    module = net(BF16)
     module.head.requires_grad_(False)
     frozen = sharded(model.engine.config.strategy.name, module)
     frozen.requires_grad_(True)

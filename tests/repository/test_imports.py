@@ -63,7 +63,7 @@ MAX_FUNCTION = 60
 BUDGETS = {
     "build": 5_600,
     "checkpoint": 18_500,
-    "core": 44_300,
+    "core": 44_700,
     "graphs": 3_800,
     "launch": 2_600,
     "megatron": 38_800,

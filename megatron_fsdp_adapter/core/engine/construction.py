@@ -166,7 +166,7 @@ def config_of(
 ) -> EngineConfig:
     """The configuration of one group of the unit of `plan`, in its domain."""
     policy = plan.policy or config.policy
-    if key.requires_grad:
+    if key.may_be_trained:
         policy = policy.of_params(key.own_dtype, key.dtype)
     # Where torch's FSDP2 rounds gradients, or reduces those of a backward before it adds them.
     is_apart = policy.comm_dtype != policy.grads_dtype or domain.outer is not None

@@ -38,8 +38,8 @@ from .prefetch_order import BACKWARD, FORWARD
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
 from .saved_tensors import SavedTensorFilter
-from .step import Backward, Last, RootCall, RootName, Step
-from .unit import StepBudget, Unit
+from .step import Backward, Last, RootCall, RootName, Step, StepBudget
+from .unit import Unit
 
 
 class FsdpEngine(Microbatches):
@@ -87,7 +87,7 @@ class FsdpEngine(Microbatches):
         )
         self.root = self.units[-1]  # of all parameters that are in no other unit
         self.groups = [group for unit in self.units for group in unit.groups]  # of all units
-        # Gradients of the groups that are not frozen for good.
+        # Gradients of the groups that have them.
         self.grads = [group.grads for group in self.groups if group.key.requires_grad]
         reducing = [*comms.reduce.values(), *comms.outer.values()]
         self.launches = LaunchComparison(runtime, reducing)  # with those of other ranks
@@ -106,7 +106,7 @@ class FsdpEngine(Microbatches):
         self.stash = HostStash(runtime, self.away)  # has its contents
         self.quantization = quantized and quantized.made(self.groups, self.gather)  # if any
         self.pairs = make_pairs(self.groups)  # both `Parameter` objects of each weight
-        self.trained = [pair for pair in self.pairs if pair.grad is not None]  # not frozen ones
+        self.trained = [pair for pair in self.pairs if pair.grad is not None]  # with gradients
         self.switch = construction.switch_of(self.units, self.pairs, config)  # what modules show
         self.saved = SavedTensorFilter()  # keeps other hooks off the engine's buffers
         self.step = Step()  # the one that runs

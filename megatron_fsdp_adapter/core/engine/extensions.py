@@ -65,9 +65,9 @@ def with_extension(entry: ManagedParam, device: torch.device) -> ManagedParam:
     """`entry`, whose parameter is a sharded one, with a plain parameter without memory, which is on
     `device`."""
     sharded: Any = entry.param
-    trained = sharded.requires_grad
-    shown = nn.Parameter(_without_memory(sharded.shape, sharded.dtype, device), trained)
-    extension = Extension(type(sharded._local_tensor).__name__, sharded, shown, trained)
+    memory = _without_memory(sharded.shape, sharded.dtype, device)
+    shown = nn.Parameter(memory, sharded.requires_grad)
+    extension = Extension(type(sharded._local_tensor).__name__, sharded, shown)
     return replace(entry, param=shown, extension=extension, sharded=sharded)
 
 
@@ -78,11 +78,10 @@ def split_along(entry: ManagedParam, dim: int, size: int) -> ManagedParam:
     rows, *others = shown.shape
     others[dim - 1] //= size
     shape = (rows * size, *others)
-    trained = shown.requires_grad
-    managed = nn.Parameter(_without_memory(shape, shown.dtype, shown.device), trained)
+    memory = _without_memory(shape, shown.dtype, shown.device)
+    managed = nn.Parameter(memory, shown.requires_grad)
     sharded: Any = entry.sharded
-    kind = type(sharded._local_tensor).__name__
-    extension = Extension(kind, sharded, shown, trained, dim=dim)
+    extension = Extension(type(sharded._local_tensor).__name__, sharded, shown, dim=dim)
     return replace(entry, param=managed, extension=extension)
 
 
@@ -328,9 +327,10 @@ class ExtendedParam:
         """Gives modules `unsharded` as their parameter. Its gradient is handed over."""
         extension = self.extension
         managed = self.entry.param
-        trained = self.extension.is_trained
-        shown = nn.Parameter(unsharded, trained)
-        if trained and self.entry.dtensor is None:
+        # One that is frozen may be trained later. Integers are never.
+        may_be_trained = unsharded.is_floating_point()
+        shown = nn.Parameter(unsharded, may_be_trained)
+        if may_be_trained and self.entry.dtensor is None:
             shown.register_post_accumulate_grad_hook(self._handing_over())
         shown.requires_grad = managed.requires_grad
         for name, value in vars(managed).items():

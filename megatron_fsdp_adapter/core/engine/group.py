@@ -20,7 +20,7 @@ does, but their gradients are released.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ class ParamGroup:
     """
 
     grads: GradBuffers
-    """Gradients; only of a group that is not frozen for good."""
+    """Gradients; only of a group that is trained, or was (`begin_training`)."""
 
     @torch.no_grad()
     def __init__(
@@ -89,16 +89,36 @@ class ParamGroup:
             self._build_extended(weight_slot, runtime)
         else:
             self._build_weights(weight_slot, quantized, values, rows_of_sharded(managed))
+        # Changes reduced gradients in place; None if nothing does.
+        self._reduced_hook: Callable[[torch.Tensor], None] | None = None
         if key.requires_grad:
-            self.grads = GradBuffers(
-                name,
-                managed,
-                self.shards,
-                config,
-                bucket_slot,
-                one_rank=self.is_single_rank,
-                outer=domain.outer is not None,
-            )
+            self._make_grads(bucket_slot)
+
+    def _make_grads(self, slot: Slot) -> None:
+        self.grads = GradBuffers(
+            self.name,
+            self.managed,
+            self.shards,
+            self.config,
+            slot,
+            one_rank=self.is_single_rank,
+            outer=self.domain.outer is not None,
+        )
+        if self._reduced_hook is not None:
+            self.grads.change_reduced_by(self._reduced_hook)
+
+    def begin_training(self) -> None:
+        """Makes the gradients of a group whose parameters were frozen until now. Their bucket comes
+        and goes, as slots have no room for it."""
+        self.key = replace(self.key, requires_grad=True)
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_grads(Slot())
+
+    def change_reduced_by(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Sets the hook that changes reduced gradients in place, also later ones."""
+        self._reduced_hook = hook
+        if self.key.requires_grad:
+            self.grads.change_reduced_by(hook)
 
     def _keeps_rows(self, rows: Mapping[nn.Parameter, torch.Tensor]) -> bool:
         """True if main weights can be in `rows`. A program may have views of these, such as a state

@@ -110,14 +110,15 @@ def refuse_assigned(value: Any, name: str) -> None:
 class ParamPair:
     """Both identities of one parameter, and its gradient as the optimizer sees it.
 
-    `grad` aliases this rank's rows of the main gradients; None for a frozen parameter.
+    `grad` aliases this rank's rows of the main gradients; None for a parameter that was never
+    trained.
     """
 
     managed: ManagedParam
     group: ParamGroup
     index: int
     sharded: nn.Parameter
-    grad: DTensor | None
+    grad: DTensor | None = None
 
     @property
     def unsharded(self) -> nn.Parameter:
@@ -128,6 +129,24 @@ class ParamPair:
     def spec(self) -> ParamSpec:
         """The parameter in its group's layout."""
         return self.group.layout.specs[self.index]
+
+    def make_grad(self) -> None:
+        """Makes `grad` of the group's gradients, whose buffers may be released."""
+        group = self.group
+        made: Any
+        if self.managed.sharded is None:
+            made = as_dtensor(
+                group.grads.main.items(group.shards.held)[self.index], group, self.index
+            )
+        else:
+            spec = self.sharded._spec  # type: ignore[attr-defined]
+            own = group.grads.host or group.grads.main
+            place = (spec.mesh, spec.placements, spec.shape, spec.stride)
+            made = dtensor_over(own.items(group.shards.held)[self.index], *place)
+        mark_as_part_of_buffer(made)
+        if made.dtype != self.sharded.dtype:
+            self.sharded.grad_dtype = made.dtype  # type: ignore[attr-defined]
+        self.grad = made
 
     def attach_grad(self) -> None:
         """Sets the gradient under both names that optimizers look at. Adds to it a gradient that
@@ -167,7 +186,7 @@ ONLY_HERE = 3
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
-    """A pair for each parameter of `groups`, in order. The gradient buffers may be released."""
+    """A pair for each parameter of `groups`, in order."""
     pairs = []
     for group in groups:
         trainable = group.key.requires_grad
@@ -186,20 +205,11 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 # The DTensor was made over device memory, and goes on reporting that device: torch
                 # refuses a gradient on another device than its parameter's.
                 sharded._local_tensor = group.main.buffer.items(held)[index]
-            grad = None
-            if trainable and managed.sharded is None:
-                grad = as_dtensor(group.grads.main.items(held)[index], group, index)
-            elif trainable:
-                spec = sharded._spec
-                place = (spec.mesh, spec.placements, spec.shape, spec.stride)
-                own = group.grads.host or group.grads.main
-                grad = dtensor_over(own.items(held)[index], *place)
-            for value in (sharded, grad):
-                if value is not None:
-                    mark_as_part_of_buffer(value)
-            if grad is not None and grad.dtype != sharded.dtype:
-                sharded.grad_dtype = grad.dtype
-            pairs.append(ParamPair(managed, group, index, sharded, grad))
+            mark_as_part_of_buffer(sharded)
+            pair = ParamPair(managed, group, index, sharded)
+            if trainable:
+                pair.make_grad()
+            pairs.append(pair)
     return pairs
 
 

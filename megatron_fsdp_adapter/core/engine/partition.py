@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy, Strategy
+from megatron_fsdp_adapter.core.config import TRAINED_DTYPES, MixedPrecisionPolicy, Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ParamSpec
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
@@ -77,6 +77,11 @@ class GroupKey:
         """The dtype of the module's parameters."""
         return self.given or self.dtype
 
+    @property
+    def may_be_trained(self) -> bool:
+        """True if its parameters are trained, or may be later."""
+        return self.requires_grad or (self.quantized is None and self.own_dtype in TRAINED_DTYPES)
+
     @cached_property
     def format(self) -> WeightFormat:
         """The format of the compute weights."""
@@ -103,8 +108,6 @@ class Extension:
     # The plain parameter that modules have while it is unsharded, by itself or in a DTensor. Until
     # `is_made` it has no values.
     shown: nn.Parameter
-    # Whether it may be trained.
-    is_trained: bool
     # The policy of mixed precision, which the functions get.
     policy: Any = None
     # Whether weights were gathered before.

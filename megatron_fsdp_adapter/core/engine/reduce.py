@@ -150,7 +150,8 @@ class ReducePipeline:
         backward of their step could not take the former factor back.
         """
         for group in groups:
-            if group.is_single_rank and group.grads.state is GradState.REDUCED:
+            has_grads = group.key.requires_grad and group.grads.state is GradState.REDUCED
+            if group.is_single_rank and has_grads:
                 raise RuntimeError(
                     f"a factor of gradients was set while {group.grads.name} has gradients. Set it "
                     "before the first backward of a step, after zero_grad()"

@@ -1,12 +1,12 @@
-"""The state of the step that runs: its passes, and whether its gradients are attached."""
+"""The state of the step that runs, and what chooses the units that stay unsharded over it."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from .unit import Unit
 
@@ -110,3 +110,23 @@ class Step:
     def forget_grads(self) -> None:
         """Notes that no gradient is attached any more."""
         self.grads_attached = False
+
+
+class StepBudget(Protocol):
+    """Chooses the units that stay unsharded over a step (`Unit.keep`), from what an engine tells
+    it. is_settled: the choice stays, unless an error changes it."""
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    def numbers(self, engine: Any) -> Sequence[int]:
+        """This rank's numbers, of which ranks compare the largest, once a step."""
+
+    def choose(self, engine: Any) -> None:
+        """Chooses units for the next step, which begins now; alike on all ranks."""
+
+    def forgo_grads(self, engine: Any) -> None:
+        """Keeps no gradients from now on."""
+
+    def pass_raised(self, engine: Any, with_gradients: bool) -> None:
+        """A pass was forgotten that has raised."""

@@ -76,8 +76,11 @@ def show_over(shown: Any, local: nn.Parameter, take_grad: Callable[[torch.Tensor
     marks = dict(vars(shown))
     torch.utils.swap_tensors(shown, nn.Parameter(over, shown.requires_grad))
     vars(shown).update(marks)
-    if shown.requires_grad:
+    if shown.is_floating_point():  # torch registers hooks on trained ones only, and it may be later
+        is_trained = shown.requires_grad
+        shown.requires_grad = True
         shown.register_post_accumulate_grad_hook(_handing_over(take_grad))
+        shown.requires_grad = is_trained
 
 
 def _handing_over(take_grad: Callable[[torch.Tensor], None]) -> Callable[[Any], None]:

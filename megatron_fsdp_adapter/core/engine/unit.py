@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -87,9 +87,6 @@ class Unit:
         self.inside = plan.inside  # of how many other units it is a part, the root aside
         # False for an embedding, whose backward is not given weights.
         self.backward_reads_weights = plan.backward_reads_weights
-        # Groups that are not frozen for good.
-        self.trainable_groups = [group for group in groups if group.key.requires_grad]
-        self._find_direct()
         # Whether all weights stay while it does not compute.
         self.keeps_weights = not strategy.shard_weights
         if groups:
@@ -105,7 +102,7 @@ class Unit:
         # Whether the user leaves out reductions over the outer axis until a later backward; None
         # if the user has not set it.
         self.withholds: bool | None = None
-        self._count_kept_grads()
+        self._find_trainable()
         gathered = [one for one in groups if one.weights.is_kept == self.keeps_weights]
         # Bytes that a gather takes.
         self.weight_bytes = sum(group.weights.nbytes for group in gathered)
@@ -172,6 +169,20 @@ class Unit:
         stream."""
         for group in self.groups:
             group.weights.keep_memory(group in groups)
+
+    def begin_training(self, groups: Collection[ParamGroup]) -> None:
+        """Makes the gradients of those of `groups` that are the unit's and have none yet."""
+        for group in self.groups:
+            if group in groups:
+                group.begin_training()
+                _label(group, f"unit {self.name}")
+        self._find_trainable()
+
+    def _find_trainable(self) -> None:
+        # Groups that have gradients.
+        self.trainable_groups = [group for group in self.groups if group.key.requires_grad]
+        self._find_direct()
+        self._count_kept_grads()
 
     def _find_direct(self) -> None:
         # Groups with gradients that modules, or CUDA graphs, write into the bucket by themselves.
@@ -396,26 +407,6 @@ def _label(group: ParamGroup, unit: str) -> None:
     if group.key.requires_grad:
         group.grads.bucket.label = f"the reduce bucket of {unit}"
         group.grads.main.label = f"the main gradients of {unit}"  # which may be the bucket too
-
-
-class StepBudget(Protocol):
-    """Chooses the units that stay unsharded over a step (`Unit.keep`), from what an engine tells
-    it. is_settled: the choice stays, unless an error changes it."""
-
-    @property
-    def is_settled(self) -> bool: ...
-
-    def numbers(self, engine: Any) -> Sequence[int]:
-        """This rank's numbers, of which ranks compare the largest, once a step."""
-
-    def choose(self, engine: Any) -> None:
-        """Chooses units for the next step, which begins now; alike on all ranks."""
-
-    def forgo_grads(self, engine: Any) -> None:
-        """Keeps no gradients from now on."""
-
-    def pass_raised(self, engine: Any, with_gradients: bool) -> None:
-        """A pass was forgotten that has raised."""
 
 
 class DeferredUpdates:

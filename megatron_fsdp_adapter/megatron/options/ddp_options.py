@@ -15,7 +15,7 @@ from ...build.auto_budget import AutoBudget
 from ...build.budget_proposal import BudgetProposal
 from ...build.grad_check import GradCheck
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
-from ...core.engine.unit import StepBudget
+from ...core.engine.step import StepBudget
 from ...core.runtime.rank_warnings import warn
 from ...plan.unit_grouping import UNIT_NUMEL, default_unit_numel
 from ...plan.unsharded_budget import AUTO, GIB, can_keep

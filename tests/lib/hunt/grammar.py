@@ -242,7 +242,7 @@ ROWS = (
         "    old.lerp_(full(p), 0.5)\n"
         "    show('average', old)", ("average",)),
     Row("freeze", AFTER, 1, "net.blocks['{block}'].requires_grad_(False)"),
-    Row("unfreeze", AFTER, 2, "net.blocks['{frozen}'].requires_grad_(True)"),
+    Row("unfreeze", AFTER, 2, "net.{frozen}.requires_grad_(True)"),
     Row("freeze one", AFTER, 0.7, "net.head.bias.requires_grad_({bool})"),
     Row("state dict", AFTER, 1,
         "kept = {{key: value.clone() for key, value in model.state_dict().items()}}\n"

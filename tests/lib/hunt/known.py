@@ -15,8 +15,8 @@ REFUSALS = (
      "parameters are written after zero_grad() (docs/fsdp2.md)"),
     (r"a backward raised after it had added gradients",
      "a backward raises, and gradients of an earlier one are still there (docs/fsdp2.md)"),
-    (r"was set to True, but the parameter was frozen when the model was wrapped",
-     "wrap with requires_grad=True, and freeze afterwards"),
+    (r"was set to True, but it was frozen when the model was sharded, so its main weights are in",
+     "main weights of frozen parameters keep their dtype (docs/migration.md)"),
 )
 """Texts of errors that the package raises on purpose, as patterns, and where they are explained."""
 # fmt: on

@@ -73,8 +73,8 @@ class Draft:
             self.mlps += [name] if row.kind == "mlp" else []
         if row.kind in ("scheduler", "average"):
             self.facts.add(row.kind)
-        if row.kind == "freeze":
-            self.frozen += re.findall(r"'(\w+)'", self.statements[-1].text)
+        if row.kind in ("freeze", "frozen block", "frozen enter"):
+            self.frozen += re.findall(r"^net\.(.+)\.requires_grad_", self.statements[-1].text)
         if row.kind == "adopted":
             self.facts.discard("not adopted")
         if row.kind == "new optimizer":

@@ -487,6 +487,27 @@ def _frozen_in_turn(side: Side, model: Any, optimizer: Any, step: int) -> None:
         param.requires_grad_(number % 2 == step % 2 if step < 2 else number > 5)
 
 
+def _trained_later(side: Side, make: Make = plain_sgd) -> None:
+    """Layers and a part of a layer that are frozen when the model is wrapped. They are trained from
+    the second step on, and one of them from a backward within it."""
+    module = net(side.dtype, blocks=2)
+    for frozen in (module.embedding, module.blocks[0], module.blocks[1].up, module.head):
+        frozen.requires_grad_(False)
+    model = side.model(module)
+    optimizer = side.optimizer(make(model.parameters()))
+    for step in range(STEPS):
+        if step == 1:
+            module.head.requires_grad_(True)
+        with side.no_sync(model):
+            side.loss(model, step).backward()
+        if step == 1:
+            module.requires_grad_(True)
+        side.loss(model, step, 1).backward()
+        side.clip(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _raises(grad: torch.Tensor) -> None:
     raise KeyError
 
@@ -519,4 +540,5 @@ LOOPS |= {
     "frozen_between_backwards": functools.partial(
         _trained, before=_frozen_later, changed=_trained_again
     ),
+    "trained_later": _trained_later,
 }
