@@ -25,6 +25,7 @@ from ..plan.unsharded_budget import (
     BUDGET_OPTION,
     GIB,
     KEEPING,
+    OwnGroup,
     UnshardedUnits,
     policy_precision,
     unsharded_units,
@@ -62,18 +63,19 @@ def units_to_keep(engine: FsdpEngine, budget: int, keeping: Sequence[str]) -> Un
 
     keeping: the strategies that a unit may get; weights alone if some gradient cannot be kept."""
     config = engine.config
-    layouts = []
+    units = []
     forward_only = []
     for unit in engine.units:
         sharded = [group for group in unit.groups if not group.is_single_rank]
-        layouts.append([group.layout for group in sharded])
+        units.append([OwnGroup(group.layout, group.config.strategy) for group in sharded])
         if not unit.backward_reads_weights:
             forward_only.append(unit.ordinal)
         for group in sharded:
-            if group.key.requires_grad and not group.grads.can_be_kept:
+            is_reduced = group.key.requires_grad and group.config.strategy.shard_grads
+            if is_reduced and not group.grads.can_be_kept:
                 keeping = KEEPING[:1]  # weights alone
     precision = policy_precision(config)
-    return unsharded_units(layouts, config.strategy, precision, budget, forward_only, keeping)
+    return unsharded_units(units, config.strategy, precision, budget, forward_only, keeping)
 
 
 class AutoBudget:

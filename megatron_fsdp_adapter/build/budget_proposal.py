@@ -26,13 +26,13 @@ def saved_part(engine: FsdpEngine, kept: UnshardedUnits, launched: Counter[str])
 
     launched: how often each launch of the step was made, by its words.
     """
-    present = engine.config.strategy
     sent = 0
     saved = 0
     for unit, row in zip(engine.units, kept.rows, strict=True):
         for group in unit.groups:
             if group.is_single_rank:
                 continue
+            present = group.config.strategy
             gathers = launched[GATHERED.format(group.name)]
             weights = group.weights.nbytes
             reductions = launched[REDUCED.format(group.name)]

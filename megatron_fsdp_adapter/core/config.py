@@ -57,7 +57,7 @@ OUTER_STRATEGIES: Mapping[str, bool] = {"no_shard": False, "optim": True}
 state again, under every row of `STRATEGIES`."""
 
 
-def _count_sharded(row: Strategy) -> int:
+def count_sharded(row: Strategy) -> int:
     """The number of kinds of tensors that `row` shards."""
     return row.shard_weights + row.shard_grads + row.shard_main
 
@@ -296,8 +296,8 @@ class EngineConfig:
         policy = policy or self.policy
         own = self.of_domain(domain)
         if domain not in self.whole:
-            if strategy is not None and own is not self:
-                strategy = min(strategy, own.strategy, key=_count_sharded)
+            if strategy is not None and self.domain_strategies:
+                strategy = min(strategy, own.strategy, key=count_sharded)
             return replace(own.for_unit(strategy), policy=policy)
         if in_bucket:
             return replace(own.for_unit(STRATEGIES["optim_grads"]), policy=policy)

@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.config import STRATEGIES, EngineConfig, Strategy
+from ..core.config import STRATEGIES, EngineConfig, Strategy, count_sharded
 from ..core.engine.group import laid_out
 from ..core.engine.partition import UnitPlan
 from ..core.layout.group import GroupLayout
@@ -43,6 +43,14 @@ NOTHING_TO_KEEP = (
 
 KEEPING = ("optim_grads", "optim")
 """Strategies of units that keep something: weights, then weights and gradients."""
+
+
+class OwnGroup(NamedTuple):
+    """A group of a unit that keeps nothing in addition."""
+
+    layout: GroupLayout
+    # The strategy of its domain.
+    row: Strategy
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,14 @@ def can_keep(strategy: Strategy) -> bool:
     return strategy.shard_grads
 
 
+def unit_row(unit: Sequence[OwnGroup], strategy: Strategy) -> Strategy:
+    """The row of a unit that keeps nothing in addition: that of the group that shards most;
+    `strategy` for a unit without groups."""
+    return max((group.row for group in unit), key=count_sharded, default=strategy)
+
+
 def unsharded_units(
-    units: Sequence[Sequence[GroupLayout]],
+    units: Sequence[Sequence[OwnGroup]],
     strategy: Strategy,
     precision: Precision,
     budget: int,
@@ -105,8 +119,8 @@ def unsharded_units(
     not depend on the rank.
 
     Args:
-        units: the layouts of each unit's groups, the root's last.
-        strategy: that of all units before.
+        units: each unit's groups, the root's last.
+        strategy: of units without groups.
         forward_only: numbers of units whose backward reads no weights.
         keeping: the strategies that a unit may get instead, in this order.
 
@@ -115,9 +129,9 @@ def unsharded_units(
     """
     if budget < 0:
         raise ValueError(f"{BUDGET_OPTION}: {budget} bytes. Use 0 or more")
-    rows = [strategy] * len(units)
+    rows = [unit_row(unit, strategy) for unit in units]
     left = budget
-    if not budget or not can_keep(strategy):
+    if not budget or not any(map(can_keep, rows)):
         return UnshardedUnits(tuple(rows), 0)
     root = len(units) - 1
     # Units whose weights are gathered once a microbatch; `root - 1` is the forward's last one.
@@ -144,18 +158,21 @@ def with_unsharded_units(
     """The `plans`, changed so that some units stay unsharded over a step, for `budget` bytes; and
     which units these are. The budget is not spent on domains that stay whole anyway."""
     plans = laid_out(plans, domains, config)
-    layouts = []
+    units = []
     forward_only = []
     for at, plan in enumerate(plans):
-        own = [layout for key, layout in plan.layouts.items() if key.domain not in config.whole]
-        layouts.append(own)
+        unit = []
+        for key, layout in plan.layouts.items():
+            if key.domain not in config.whole:
+                unit.append(OwnGroup(layout, config.of_domain(key.domain).strategy))
+        units.append(unit)
         if not plan.backward_reads_weights:
             forward_only.append(at)
     precision = policy_precision(config)
-    kept = unsharded_units(layouts, config.strategy, precision, budget, forward_only)
+    kept = unsharded_units(units, config.strategy, precision, budget, forward_only)
     found = []
-    for plan, row in zip(plans, kept.rows, strict=True):
-        strategy = plan.strategy if row == config.strategy else row
+    for plan, unit, row in zip(plans, units, kept.rows, strict=True):
+        strategy = plan.strategy if row == unit_row(unit, config.strategy) else row
         found.append(replace(plan, strategy=strategy))
     return found, kept
 
@@ -168,8 +185,12 @@ def _keeps_more(row: Strategy, present: Strategy) -> bool:
     return present.shard_grads and not present.shard_weights
 
 
-def _held(layouts: Sequence[GroupLayout], row: Strategy, precision: Precision) -> int:
+def _held(unit: Sequence[OwnGroup], row: Strategy, precision: Precision) -> int:
     """Bytes of a unit from one microbatch to the next: what it keeps through a step."""
     lives = (PERSISTENT, BACKWARD_TO_STEP)
-    held = unit_bytes(layouts, row, precision, rank=0)
-    return sum(count for kind, count in held.items() if LIFE[kind] in lives)
+    total = 0
+    for group in unit:
+        present = min(row, group.row, key=count_sharded)
+        held = unit_bytes([group.layout], present, precision, rank=0)
+        total += sum(count for kind, count in held.items() if LIFE[kind] in lives)
+    return total

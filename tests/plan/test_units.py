@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,13 @@ from megatron_fsdp_adapter.megatron.options.ddp_options import unit_numel, unsha
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, engine_fields
 from megatron_fsdp_adapter.megatron.wrapper.units import chosen_units
 from megatron_fsdp_adapter.plan.memory import Precision
-from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB, unsharded_units
+from megatron_fsdp_adapter.plan.unsharded_budget import (
+    AUTO,
+    GIB,
+    OwnGroup,
+    UnshardedUnits,
+    unsharded_units,
+)
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from megatron_fsdp_adapter.tools.cli import estimate
 from tests.lib.gpt.checks import Step, check_same_bits, check_step
@@ -368,19 +375,27 @@ def layouts_of(rows: int, shards: int = 2) -> list[Any]:
     return [plan_group([spec], shards)]
 
 
+def kept_of(
+    units: Sequence[Sequence[Any]], name: str, budget: int = GIB, forward_only: Sequence[int] = ()
+) -> UnshardedUnits:
+    """What units of one strategy keep."""
+    row = STRATEGY_ROWS[name]
+    groups = [[OwnGroup(layout, row) for layout in unit] for unit in units]
+    return unsharded_units(groups, row, Precision(), budget, forward_only)
+
+
 def test_units_that_are_gathered_twice_come_before_those_gathered_once():
     """Six units of one size: the embedding is forward-only, the last one before the root stays."""
     units = [layouts_of(16) for _ in range(6)]
-    strategy = STRATEGY_ROWS[ZERO_3]
     numel = 16 * 8
     weights = 2 * numel
     for count, expected in ((1, {5}), (3, {5, 1, 2}), (4, {5, 1, 2, 3}), (5, {5, 1, 2, 3, 0})):
         budget = count * weights
-        kept = unsharded_units(units, strategy, Precision(), budget, forward_only=[0])
+        kept = kept_of(units, ZERO_3, budget, forward_only=[0])
         found = {at for at, row in enumerate(kept.rows) if not row.shard_weights}
         assert found == expected
         assert kept.nbytes == budget
-    one = unsharded_units([units[0], []], strategy, Precision(), 1 << 30)
+    one = kept_of([units[0], []], ZERO_3)
     assert one.nbytes == weights + 4 * (numel - numel // 2)
 
 
@@ -393,11 +408,31 @@ def test_model_chunks_on_one_device_share_a_budget():
 
 def test_a_strategy_that_shards_nothing_has_nothing_to_keep():
     for name in (ZERO_1, "no_shard"):
-        kept = unsharded_units([layouts_of(8), []], STRATEGY_ROWS[name], Precision(), 1 << 30)
+        kept = kept_of([layouts_of(8), []], name)
         assert kept.nbytes == 0
         assert {row.name for row in kept.rows} == {name}
     with pytest.raises(ValueError, match=BUDGET):
-        unsharded_units([layouts_of(8)], STRATEGY_ROWS[ZERO_3], Precision(), -1)
+        kept_of([layouts_of(8)], ZERO_3, -1)
+
+
+@pytest.mark.parametrize(
+    ("dense", "experts"), [(ZERO_3, ZERO_1), (ZERO_1, ZERO_3), ("no_shard", ZERO_2)]
+)
+def test_a_unit_of_two_strategies_pays_for_what_its_groups_shard(dense, experts):
+    """It is kept for the groups that shard something; the others stay as they are."""
+    [dense_layout], [expert_layout] = layouts_of(16), layouts_of(48)
+    both = [
+        OwnGroup(dense_layout, STRATEGY_ROWS[dense]),
+        OwnGroup(expert_layout, STRATEGY_ROWS[experts]),
+    ]
+    sharded, other = (both[0], both[1]) if dense == ZERO_3 else (both[1], both[0])
+    alone = unsharded_units([[sharded], []], sharded.row, Precision(), GIB)
+    row = STRATEGY_ROWS[dense]
+    kept = unsharded_units([both, [other], []], row, Precision(), GIB)
+    assert kept.nbytes == alone.nbytes > 0
+    assert [one.name for one in kept.rows] == [ZERO_1, other.row.name, dense]
+    less = unsharded_units([both, [other], []], row, Precision(), alone.nbytes - 1)
+    assert less.rows[0] != kept.rows[0]
 
 
 def _told(gib: float) -> str:

@@ -215,8 +215,7 @@ def build_units(
             )
             groups.append(group)
         show_gathered(plan)
-        strategy = config.for_unit(plan.strategy).strategy
-        unit = Unit(plan, ordinal, groups, strategy, quantized)
+        unit = Unit(plan, ordinal, groups, plan.strategy or config.strategy, quantized)
         units.append(unit)
         if not unit.keeps_weights:
             unit.advance(Phase.SHARDED)

@@ -62,8 +62,7 @@ def _could_find_budget(config: Any, ddp_config: Any) -> bool:
     fields = engine_fields(ddp_config)
     if fields.get("weight_slots") or fields.get("bucket_slots"):
         return False
-    rows = strategies_of(ddp_config)
-    return len(rows) == 1 and can_keep(rows[0])
+    return any(map(can_keep, strategies_of(ddp_config)))
 
 
 def _chunk_count(config: Any) -> int:

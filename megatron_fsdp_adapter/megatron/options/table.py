@@ -48,11 +48,6 @@ ITERATION = "full-iteration CUDA graphs"
 LAYERS = "CUDA graphs of layers"
 
 
-def strategy_of(config: Any) -> Strategy | None:
-    """The config's row of `STRATEGIES`; None for an unknown name."""
-    return STRATEGIES.get(read(config, STRATEGY))
-
-
 def strategies_by_kind(config: Any) -> dict[str, Strategy]:
     """The rows of dense and of expert parameters; unknown names are left out."""
     dense = read(config, STRATEGY)
@@ -96,9 +91,9 @@ def _finds_budget_of_slots(value: Any, config: Any) -> bool:
 
 
 def _keeps_what_is_whole(value: Any, config: Any) -> bool:
-    """True if there is a budget, but the strategy shards nothing that it could be spent on."""
-    row = strategy_of(config)
-    return bool(value and row is not None and not can_keep(row))
+    """True if there is a budget, but no strategy shards what it could be spent on."""
+    rows = strategies_of(config)
+    return bool(value and rows) and not any(map(can_keep, rows))
 
 
 def _other(*allowed: Any) -> Test:
@@ -368,10 +363,6 @@ OPTIONS: tuple[Option, ...] = (
              "number of GiB",
              "fixed buffers"),
             (_keeps_what_is_whole, NOTHING_TO_KEEP),
-            (lambda value, config: value and len(strategies_of(config)) > 1,
-             f"units are chosen by one strategy, but {EXPERT_STRATEGY} is another one than that of "
-             "dense parameters. Leave one of the two options unset",
-             f"{EXPERT_STRATEGY}={{0.{EXPERT_STRATEGY}!r}}"),
         ),
     ),
     Option(

@@ -195,11 +195,6 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
     if numel < 0:
         raise ValueError(f"{flag(UNIT_NUMEL)} {numel} must be 0 or more")
-    if budget and vars(given).get(EXPERT_STRATEGY):
-        raise ValueError(
-            f"{flag(BUDGET)} {budget}: units are chosen by one strategy, but "
-            f"{flag(EXPERT_STRATEGY)} is another. Leave one of the two out"
-        )
     if memory is not None and not memory > 0:
         raise ValueError(f"--memory-gib {memory} must be above 0")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.config import Strategy
+from megatron_fsdp_adapter.core.config import Strategy, count_sharded
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.plan.memory import (
     held_bytes,
     quantized_both_ways,
 )
-from megatron_fsdp_adapter.plan.unsharded_budget import UnshardedUnits, unsharded_units
+from megatron_fsdp_adapter.plan.unsharded_budget import OwnGroup, UnshardedUnits, unsharded_units
 from megatron_fsdp_adapter.tools.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.tools.models.spec import (
     DENSE,
@@ -129,9 +129,21 @@ class PlannedModel:
     def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
         """The units that the budget keeps unsharded over a step."""
         forward_only = [i for i, unit in enumerate(self.units) if unit.name == EMBEDDING]
-        whole = self.is_single_rank(strategy)
-        layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
-        return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
+        units = []
+        for unit in self.units:
+            found = []
+            for layout, domain in zip(unit.layouts, unit.domains, strict=True):
+                own = self._of_domain(domain, strategy)
+                if not self.is_single_rank(own)(layout):
+                    found.append(OwnGroup(layout, own))
+            units.append(found)
+        return unsharded_units(units, strategy, precision, self.budget, forward_only)
+
+    def _of_domain(self, domain: str, strategy: Strategy) -> Strategy:
+        """The strategy of a domain. strategy: of dense parameters."""
+        if domain == EXPERT and self.of_experts is not None:
+            return self.of_experts
+        return strategy
 
     def _placed(
         self, unit: PlannedUnit, strategy: Strategy, row: Strategy, rank: int
@@ -139,11 +151,9 @@ class PlannedModel:
         """The groups of a unit on `rank`. strategy: of the model. row: of the unit."""
         found = []
         for layout, domain in zip(unit.layouts, unit.domains, strict=True):
-            own = row
-            of_domain = strategy
-            if domain == EXPERT and self.of_experts is not None:
-                own = of_domain = self.of_experts
-            whole = of_domain.shard_grads and layout.num_shards == 1
+            of_domain = self._of_domain(domain, strategy)
+            own = min(row, of_domain, key=count_sharded)
+            whole = self.is_single_rank(of_domain)(layout)
             found.append(PlacedGroup(layout, self._shard(layout, rank), whole, own, of_domain))
         return found
 

@@ -74,7 +74,6 @@ BESIDE: tuple[Mapping[str, Any], ...] = (
     {"fp16": True}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
     {"chunked_optimizer_state_offload": True}, {"optimizer": "muon"},
     {"async_save": True, "async_strategy": "mcore"},
-    {"expert_data_parallel_sharding_strategy": "optim"},
 )  # fmt: skip
 """What else may have to be set."""
 

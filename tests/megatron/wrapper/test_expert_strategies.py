@@ -20,11 +20,14 @@ from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
 from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY
 from megatron_fsdp_adapter.plan.memory import OPTIMIZER_STATE, Precision, bytes_between_steps
 from megatron_fsdp_adapter.plan.unit_grouping import default_unit_numel
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from megatron_fsdp_adapter.tools.models.sources import from_options
 from megatron_fsdp_adapter.tools.models.spec import Parallel
 from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
 from tests.lib.engine.engine_cases import buffers_of
 from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
+from tests.lib.gpt.units import ALL_GIB
 from tests.lib.gpt.variants import (
     STRATEGIES,
     ZERO_0,
@@ -36,12 +39,14 @@ from tests.lib.gpt.variants import (
     marked,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
+from tests.lib.ranks.spare_memory import agree_on
 
 CHECKS = (
     "core/config.py",
     "core/engine/construction.py",
     "core/engine/gather.py",
     "megatron/optimizer/clipping.py",
+    "plan/unsharded_budget.py",
     "tools/planning/planned.py",
 )
 
@@ -62,13 +67,39 @@ def each_kind_has_its_strategy(ours: Any, reference: Any, strategy: str) -> None
             if pair.group is group:
                 placed = Shard(0) if row.shard_main else Replicate()
                 assert pair.sharded.placements == (placed,)
-    ours.chunks[0].zero_grad_buffer()
+    holds_what_is_estimated(ours, strategy)
+
+
+def holds_what_is_estimated(ours: TopologyTrainer, strategy: str, budget: int = 0) -> None:
+    """Between two steps; budget: bytes for what units keep."""
+    [chunk] = ours.chunks
+    engine = chunk.engine
+    chunk.zero_grad_buffer()
     for unit in engine.units:
         engine.gather.reshard(unit)
     engine.runtime.synchronize()  # memory is given back behind what has used it
     held = between_steps(engine)
-    expected = estimated(ours, strategy, of_experts)
+    expected = estimated(ours, strategy, getattr(chunk.ddp_config, EXPERT_STRATEGY), budget)
     assert held == expected, (held, expected)
+
+
+def all_units_keep_everything(ours: Any, reference: Any, strategy: str) -> None:
+    """What their strategies do not keep anyway. The bytes are those of the budget."""
+    for group in ours.chunks[0].engine.groups:
+        assert group.weights.is_kept and group.grads.is_kept
+    holds_what_is_estimated(ours, strategy, ALL_BYTES)
+
+
+def all_units_stay(ours: Any, reference: Any, strategy: str) -> None:
+    """A budget was found. It changes nothing of the groups that keep everything anyway."""
+    engine = ours.chunks[0].engine
+    of_experts = getattr(ours.chunks[0].ddp_config, EXPERT_STRATEGY)
+    assert engine.budget.chosen_for == ALL_BYTES
+    for unit in engine.units:
+        sharded = [group for group in unit.groups if not group.weights.is_kept]
+        assert unit.stays is bool(sharded)
+        assert all(group.grads.is_kept for group in unit.trainable_groups)
+    assert {strategy, of_experts} & {ZERO_2, ZERO_3}
 
 
 def between_steps(engine: FsdpEngine) -> int:
@@ -80,7 +111,7 @@ def between_steps(engine: FsdpEngine) -> int:
     return sum(found.values())
 
 
-def estimated(ours: TopologyTrainer, dense: str, experts: str) -> int:
+def estimated(ours: TopologyTrainer, dense: str, experts: str, budget: int) -> int:
     """The same by the formula of `estimate`, from sizes of the model alone."""
     case = ours.case
     spec = from_options(
@@ -108,7 +139,7 @@ def estimated(ours: TopologyTrainer, dense: str, experts: str) -> int:
         unit_numel=default_unit_numel(layer_numels(spec, split)),
         split=split,
     )
-    model = PlannedModel(units, NO_SLOTS, of_experts=STRATEGIES_BY_NAME[experts])
+    model = PlannedModel(units, NO_SLOTS, budget=budget, of_experts=STRATEGIES_BY_NAME[experts])
     held = model.bytes_held(STRATEGIES_BY_NAME[dense], Precision(), dist.get_rank())
     return bytes_between_steps(held) - held[OPTIMIZER_STATE]
 
@@ -145,6 +176,39 @@ def rows_of(experts: str, dense: str) -> list[Variant]:
 BY_DEFAULT = ((ZERO_0, ZERO_3), (ZERO_1, ZERO_3), (ZERO_2, ZERO_0), (ZERO_3, ZERO_1))
 """Of experts, and of dense parameters."""
 ROWS = [row for pair in BY_DEFAULT for row in rows_of(*pair)]
+ALL_BYTES = int(ALL_GIB * GIB)
+
+
+def kept_rows(experts: str, dense: str, full: bool) -> list[Variant]:
+    """A budget for everything, given or found: with it, both strategies have the bits of `optim`,
+    if both shard main weights."""
+    given = Variant(
+        f"a budget, experts {experts}, dense {dense}",
+        (dense,),
+        world=4,
+        topology=TOPOLOGIES["ep2"],
+        case={"microbatches": 2, "clip": 0.0},
+        ddp={EXPERT_STRATEGY: experts, BUDGET: ALL_GIB},
+        steps=2,
+        full=full,
+        compare="bits but norm" if dense != ZERO_0 else "free",
+        reference={"strategy": ZERO_1} if dense != ZERO_0 else {},
+        expect=all_units_keep_everything,
+    )
+    found = given.but(
+        f"a budget that is found, experts {experts}, dense {dense}",
+        ddp={EXPERT_STRATEGY: experts, BUDGET: AUTO},
+        begin=lambda trainer: agree_on(trainer.chunks, ALL_BYTES),
+        expect=all_units_stay,
+        full=True,
+    )
+    return [given, found]
+
+
+ROWS += kept_rows(ZERO_1, ZERO_3, full=False)
+ROWS += kept_rows(ZERO_3, ZERO_1, full=False)
+ROWS += kept_rows(ZERO_2, ZERO_3, full=True)
+ROWS += kept_rows(ZERO_3, ZERO_0, full=True)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))
