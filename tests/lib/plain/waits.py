@@ -143,7 +143,7 @@ WAYS: dict[str, tuple[Callable[[Run], None], str]] = {
     "an exception": (_exception, "rank 1 has ended ("),
     "an early end": (_ends_early, "rank 1 has ended ("),
     "a tower on one rank": (_tower_on_one, "rank 1: no call of `tower` in the last forward"),
-    "another number of microbatches": (_microbatches, "rank 1: the end of the step"),
+    "another number of microbatches": (_microbatches, "rank 1: the gradients of `lm.2`"),
     "an evaluation on one rank": (_evaluates, "rank 0: the weights of `root`"),
     "an evaluation beside a barrier": (
         _evaluates_beside_a_barrier,
