@@ -185,6 +185,18 @@ def test_numbers_are_those_of_torchs_function(rank: int, rows: tuple[Row, ...]) 
         check_numbers(rank, changes, accumulates, **options)
 
 
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_of_compute(rank: int) -> None:
+    """As of parameters that were frozen after they were sharded. Torch's function raises here."""
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    frozen_late = made(ours, {(0, 0): {}}, **policy)
+    assert all(group.key.requires_grad for group in engine_of(frozen_late).groups)
+    frozen_first = made(ours, AT_ONCE, **policy)
+    found, expected = (train(net, rank, AT_ONCE, False) for net in (frozen_first, frozen_late))
+    assert found == expected
+    check_alike(frozen_first, frozen_late, "in bfloat16")
+
+
 def split_over_tp(net: nn.Module, mesh: DeviceMesh) -> None:
     for layer in net.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
