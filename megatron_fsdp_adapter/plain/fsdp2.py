@@ -358,6 +358,7 @@ def fully_shard(
         show_tied(managed_params(one))
         _check(one, shard_placement_fn, options, placed)
     for one in modules:
+        show_tied(managed_params(one))  # to those of modules in front of it
         # Sharded first: a call that raises may be repeated.
         params = shard_now(one, options, placed)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]

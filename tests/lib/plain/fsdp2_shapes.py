@@ -140,6 +140,13 @@ def fused(shard: Shards, made: Any, **options: Any) -> Any:
     return sharded(shard, made, [(["blocks.2", "head"], STAYS)], "with_head", **options)
 
 
+def tied_in_a_list(shard: Shards, made: Any, **options: Any) -> Any:
+    """The embedding reads a weight of the output layer, and is in one unit with it, as accelerate
+    shards tied models."""
+    made.embedding.weight = made.head.weight
+    return sharded(shard, made, [*BLOCKS, (["embedding", "head"], STAYS)], **options)
+
+
 def hooked(shard: Shards, made: Any, **options: Any) -> Any:
     """What reductions give is changed, of one block in a stream of its own."""
     sharded(shard, made, **options)
@@ -207,6 +214,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         sharded,
         {"units": ("blocks.0", ["head", "blocks.2"]), "forward": "with_head"},
     ),
+    "tied in a list": (tied_in_a_list, {}),
     "dtypes of modules": (
         sharded,
         {
