@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 
-from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY
+from megatron_fsdp_adapter.megatron.options.table import (
+    EXPERT_INSTANCES,
+    EXPERT_OUTER,
+    EXPERT_STRATEGY,
+)
 from tests.lib.gpt.checkpoints import saved
 from tests.lib.gpt.gather_full import full_values
 from tests.lib.gpt.gpt import STRATEGIES, Case
@@ -54,6 +58,8 @@ class Split:
     instances: int = 1
     outer: str = "no_shard"
     of_experts: str | None = None
+    expert_instances: int | None = None
+    expert_outer: str | None = None
     case: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +81,8 @@ def trainer_of(split: Split, **options: Any) -> TopologyTrainer:
         "num_distributed_optimizer_instances": split.instances,
         "outer_dp_sharding_strategy": split.outer,
         EXPERT_STRATEGY: split.of_experts,
+        EXPERT_INSTANCES: split.expert_instances,
+        EXPERT_OUTER: split.expert_outer,
     }
     case = case_of(split)
     return build_topology_trainer(split.topology, case, split.strategy, ddp=ddp, **options)
