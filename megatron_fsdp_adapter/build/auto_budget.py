@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
 from ..plan.unsharded_budget import (
     AUTO,
     BUDGET_OPTION,
@@ -67,7 +68,7 @@ def units_to_keep(engine: FsdpEngine, budget: int, keeping: Sequence[str]) -> Un
     forward_only = []
     for unit in engine.units:
         sharded = [group for group in unit.groups if not group.is_single_rank]
-        units.append([OwnGroup(group.layout, group.config.strategy) for group in sharded])
+        units.append([_own_group(group) for group in sharded])
         if not unit.backward_reads_weights:
             forward_only.append(unit.ordinal)
         for group in sharded:
@@ -76,6 +77,11 @@ def units_to_keep(engine: FsdpEngine, budget: int, keeping: Sequence[str]) -> Un
                 keeping = KEEPING[:1]  # weights alone
     precision = policy_precision(config)
     return unsharded_units(units, config.strategy, precision, budget, forward_only, keeping)
+
+
+def _own_group(group: ParamGroup) -> OwnGroup:
+    parts = group.domain.outer_size if group.shards.splits_outer else 1
+    return OwnGroup(group.layout, group.config.strategy, parts)
 
 
 class AutoBudget:

@@ -108,16 +108,17 @@ class Precision:
 
 def updated_numel(
     layout: GroupLayout,
-    row: Strategy,
+    is_sharded: bool,
     rank: int,
     counts: Callable[[ParamSpec], bool] = lambda spec: True,
 ) -> int:
-    """Elements, padding excluded, that `rank` updates, of the parameters that `counts` accepts."""
+    """Elements, padding excluded, that `rank` updates, of the parameters that `counts` accepts.
+    is_sharded: whether main weights are."""
     total = 0
     for index, spec in enumerate(layout.specs):
         if not counts(spec):
             continue
-        if row.shard_main:
+        if is_sharded:
             total += layout.shard_range(index, rank).numel
         else:
             total += spec.numel
@@ -147,6 +148,7 @@ def group_bytes(
     precision: Precision,
     rank: int,
     whole: bool = False,
+    parts: int = 1,
 ) -> Bytes:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
 
@@ -160,13 +162,18 @@ def group_bytes(
 
     whole: the group's domain has one rank, so that nothing of it is sharded. Its gradients are
         freed between steps even so.
+    parts: the outer axis splits each shard into so many, which are the shards of `layout`. If the
+        row shards no main weights, `layout` has these parts of the whole.
     """
     if whole:
         row = STRATEGIES["optim"]
         precision = replace(precision, comm=precision.grad)
     total = layout.total_numel
     shard = layout.shard_numel
-    main_numel = shard if row.shard_main else total
+    is_sharded = row.shard_main or parts > 1
+    main_numel = shard if is_sharded else total
+    # A shard over the shard axis alone.
+    inner = shard * parts if row.shard_main else total
     compute = layout.specs[0].dtype
     trained = layout.specs[0].requires_grad
     main = compute
@@ -175,8 +182,8 @@ def group_bytes(
     weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
     form = layout.format
     held = {weights: form.nbytes(total)}
-    if row.shard_weights and form.keeps_shards(trained):
-        held[QUANTIZED_SHARD] = form.nbytes(shard)
+    if row.shard_weights and (parts > 1 or form.keeps_shards(trained)):
+        held[QUANTIZED_SHARD if form.quantized else KEPT_SHARD] = form.nbytes(inner)
     if form.quantized and not form.has_columns:
         held[TRANSPOSES] = form.nbytes(total)
     if row.shard_weights or main != compute or form.quantized:
@@ -184,40 +191,41 @@ def group_bytes(
     if not trained:
         return held
     grads = GRADIENT_SHARD if row.shard_grads or whole else MAIN_GRADS
-    grad_numel = shard if row.shard_grads else total
+    grad_numel = inner if row.shard_grads else total
     held[grads] = grad_numel * precision.grad.itemsize
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
-    state = updated_numel(layout, row, rank) * precision.state_bytes
+    state = updated_numel(layout, is_sharded, rank) * precision.state_bytes
     if precision.moments is not None:
         has_others, count = precision.moments
-        others = updated_numel(layout, row, rank, has_others)
+        others = updated_numel(layout, is_sharded, rank, has_others)
         state += others * (count * main.itemsize - precision.state_bytes)
     held[OPTIMIZER_STATE] = state
     if precision.offload:
-        return _streamed(held, layout, row, main_numel, main, precision.state_bytes)
+        kept = inner if row.shard_weights else 0
+        return _streamed(held, layout, kept, main_numel, main, precision.state_bytes)
     return held
 
 
 def _streamed(
     held: Bytes,
     layout: GroupLayout,
-    row: Strategy,
+    kept: int,
     numel: int,
     main: torch.dtype,
     state_bytes: int,
 ) -> Bytes:
     """`held` with the optimizer state in host memory, in flat buffers of `numel` elements. Main
     weights go there too, unless they have the compute dtype or quantized weights are made of
-    them."""
+    them. A shard of `kept` elements of the compute weights stays then."""
     left = dict(held)
     del left[OPTIMIZER_STATE]
     moved = numel * state_bytes
     compute = layout.specs[0].dtype
     if main != compute and not layout.format.quantized:
         moved += left.pop(MAIN_WEIGHTS)
-        if row.shard_weights:
-            left[KEPT_SHARD] = layout.shard_numel * compute.itemsize
+        if kept:
+            left[KEPT_SHARD] = kept * compute.itemsize
     return {**left, STAGED: moved, IN_HOST_MEMORY: moved}
 
 
@@ -227,12 +235,13 @@ def unit_bytes(
     precision: Precision,
     rank: int,
     is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
+    parts: int = 1,
 ) -> Bytes:
     """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether the domain of a
     group has one rank."""
     totals: Bytes = {}
     for layout in groups:
-        _add(totals, group_bytes(layout, row, precision, rank, is_single_rank(layout)))
+        _add(totals, group_bytes(layout, row, precision, rank, is_single_rank(layout), parts))
     return totals
 
 
@@ -276,6 +285,8 @@ class PlacedGroup(NamedTuple):
     # Its own strategy, and that of its domain, of which the unit may keep more.
     row: Strategy
     of_domain: Strategy
+    # Into how many parts the outer axis splits each shard.
+    parts: int = 1
 
 
 def with_slots(
@@ -360,7 +371,8 @@ def held_bytes(
         if id(groups) not in known:
             found: Bytes = {}
             for one in groups:
-                _add(found, group_bytes(one.layout, one.row, precision, one.rank, one.whole))
+                held = group_bytes(one.layout, one.row, precision, one.rank, one.whole, one.parts)
+                _add(found, held)
             known[id(groups)] = found
         every.append(known[id(groups)])
     *others, root = every

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..core.config import STRATEGIES, EngineConfig, Strategy, count_sharded
-from ..core.engine.group import laid_out
+from ..core.engine.group import laid_out, splits_outer
 from ..core.engine.partition import UnitPlan
 from ..core.layout.group import GroupLayout
 from ..core.topology import Domains
@@ -51,6 +51,8 @@ class OwnGroup(NamedTuple):
     layout: GroupLayout
     # The strategy of its domain.
     row: Strategy
+    # Into how many parts an outer axis splits each shard.
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,10 @@ def with_unsharded_units(
         unit = []
         for key, layout in plan.layouts.items():
             if key.domain not in config.whole:
-                unit.append(OwnGroup(layout, config.of_domain(key.domain).strategy))
+                own = config.of_domain(key.domain)
+                domain = domains[key.domain]
+                parts = domain.outer_size if splits_outer(domain, own) else 1
+                unit.append(OwnGroup(layout, own.strategy, parts))
         units.append(unit)
         if not plan.backward_reads_weights:
             forward_only.append(at)
@@ -191,6 +196,6 @@ def _held(unit: Sequence[OwnGroup], row: Strategy, precision: Precision) -> int:
     total = 0
     for group in unit:
         present = min(row, group.row, key=count_sharded)
-        held = unit_bytes([group.layout], present, precision, rank=0)
+        held = unit_bytes([group.layout], present, precision, rank=0, parts=group.parts)
         total += sum(count for kind, count in held.items() if LIFE[kind] in lives)
     return total

@@ -327,10 +327,11 @@ def test_groups_of_a_domain_have_its_strategy(dense, expert):
     assert config.for_group(None, DENSE).strategy == dense
     assert config.for_group(None, EXPERT).strategy == expert
     assert set(config.strategies) == {dense, expert}
-    if dense.shard_main:
-        rows = list(STRATEGIES.values())
-        least = rows[min(rows.index(expert), 1)]
-        assert config.for_group(rows[1], EXPERT).strategy == least
+    rows = list(STRATEGIES.values())
+    for domain, own in ((DENSE, dense), (EXPERT, expert)):
+        for number in (1, 2, 3):  # of a unit with groups that shard main weights
+            least = rows[min(rows.index(own), number)]
+            assert config.for_group(rows[number], domain).strategy == least
     if expert.shard_grads:
         alone = dataclasses.replace(config, whole=(EXPERT,))
         assert alone.for_group(None, EXPERT).strategy == STRATEGIES["optim"]

@@ -97,8 +97,7 @@ def _is_counted(pair: ParamPair, first_only: bool) -> bool:
     if not pair.group.shards.splits_axis and domain.axis.rank != 0:
         return False
     outer = domain.outer
-    repeats = outer is not None and not pair.group.shards.splits_outer
-    if first_only and repeats and outer.rank != 0:
+    if first_only and outer is not None and not pair.group.shards.splits_outer and outer.rank != 0:
         return False
     param = pair.sharded
     is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))

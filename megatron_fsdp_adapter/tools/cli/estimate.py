@@ -18,12 +18,19 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
+from megatron_fsdp_adapter.core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from megatron_fsdp_adapter.megatron.options import ddp_options
 from megatron_fsdp_adapter.megatron.options.option import gib
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY, UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import (
+    EXPERT_INSTANCES,
+    EXPERT_OUTER,
+    EXPERT_STRATEGY,
+    INSTANCES,
+    OUTER,
+    UNIT_NUMEL,
+)
 from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
@@ -37,8 +44,13 @@ from megatron_fsdp_adapter.tools.models.sources import (
     name_of,
     options_from,
 )
-from megatron_fsdp_adapter.tools.models.spec import Parallel, flag
-from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, Parallel, flag
+from megatron_fsdp_adapter.tools.planning.planned import (
+    PlannedModel,
+    Replicas,
+    layer_numels,
+    planned_units,
+)
 
 from .estimate_text import render
 from .output import USAGE, Report, answer, base_parser
@@ -66,6 +78,24 @@ _SWITCHES = {
     for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
 }
 
+REPLICAS: Flags = {
+    INSTANCES: {"type": int, "metavar": "N", "help": "replicas of the shards; default: 1"},
+    OUTER: {
+        "choices": list(OUTER_STRATEGIES),
+        "help": "whether replicas split main weights and optimizer state again; default: no_shard",
+    },
+    EXPERT_INSTANCES: {
+        "type": int,
+        "metavar": "N",
+        "help": "replicas of experts; default: those of all parameters",
+    },
+    EXPERT_OUTER: {
+        "choices": list(OUTER_STRATEGIES),
+        "help": "the outer strategy of experts; default: that of all parameters",
+    },
+}
+"""Options of replicas."""
+
 RUN: Flags = {
     "data_parallel_size": {
         "type": int,
@@ -82,6 +112,7 @@ RUN: Flags = {
         "choices": list(STRATEGIES),
         "help": "the strategy of experts; default: that of all parameters",
     },
+    **REPLICAS,
     "params_dtype": {
         "choices": list(DTYPES),
         "help": "compute dtype; default: that of --config, else bf16",
@@ -147,7 +178,7 @@ def estimate(
         if memory_gib is not None:
             found["fits"] = found["peak"] <= memory_gib * GIB
         found_by_strategy[strategy.name] = found
-    return {"num_shards": model.num_shards, "rank": rank, "strategies": found_by_strategy}
+    return {"num_shards": model.num_ranks, "rank": rank, "strategies": found_by_strategy}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -199,6 +230,24 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"--memory-gib {memory} must be above 0")
 
 
+def _replicas(given: argparse.Namespace, ranks: Mapping[str, int]) -> dict[str, Replicas]:
+    """The replicas of each kind of parameters. ranks: by kind, how many have the same parameters.
+    Raises ValueError for numbers that do not divide these."""
+    values = {INSTANCES: 1, OUTER: "no_shard", **vars(given)}
+    values = {EXPERT_INSTANCES: values[INSTANCES], EXPERT_OUTER: values[OUTER], **values}
+    options = {DENSE: (INSTANCES, OUTER), EXPERT: (EXPERT_INSTANCES, EXPERT_OUTER)}
+    found = {}
+    for kind, (option, outer) in options.items():
+        count = values[option]
+        if count < 1 or ranks[kind] % count:
+            raise ValueError(
+                f"{flag(option)} {count}: must divide the {ranks[kind]} ranks that have the same "
+                f"{kind} parameters"
+            )
+        found[kind] = Replicas(count, OUTER_STRATEGIES[values[outer]])
+    return found
+
+
 def run(given: argparse.Namespace) -> Report:
     """The whole report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
@@ -222,11 +271,12 @@ def run(given: argparse.Namespace) -> Report:
             f"{flag(EXPERT_RANKS)} {parallel.expert}: must divide --data-parallel-size {size} and "
             f"--num-experts {spec.num_experts}"
         )
+    replicas = _replicas(given, {DENSE: size, EXPERT: size // parallel.expert})
     numel = ddp_options.unit_numel(given, given, layer_numels(spec, parallel))
     units = planned_units(
         spec,
-        size,
-        size // parallel.expert,
+        replicas[DENSE].shards(size),
+        replicas[EXPERT].shards(size // parallel.expert),
         DTYPES[dtype],
         form=quantized.weights,
         unit_numel=numel,
@@ -236,7 +286,7 @@ def run(given: argparse.Namespace) -> Report:
     budget = int(values.get(BUDGET, 0.0) * GIB)
     ahead = values.get(UNIT_NUMEL, 0)
     of_experts = STRATEGIES.get(values.get(EXPERT_STRATEGY, ""))
-    model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead, of_experts)
+    model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead, of_experts, replicas)
     strategies = list(STRATEGIES.values())
     chosen = values.get("data_parallel_sharding_strategy")
     if chosen:
@@ -245,6 +295,7 @@ def run(given: argparse.Namespace) -> Report:
     report["params_dtype"] = dtype
     report["quantized"] = quantized.name
     report["experts"] = of_experts and of_experts.name
+    report["replicas"] = {kind: one.count for kind, one in replicas.items()}
     report["parameters"] = spec.num_parameters
     report["not_counted"] = list(spec.left_out)
     return report

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_fsdp_adapter.build.description import aligned
 from megatron_fsdp_adapter.plan.memory import LIFE
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT
 
 from .output import Report
 
@@ -24,13 +25,23 @@ def render(report: Report, memory_gib: float | None) -> str:
     experts = f", experts {report['experts']}" if report["experts"] else ""
     lines = [
         f"{report['parameters']:,} parameters, {report['params_dtype']} compute weights"
-        f"{quantized}, data-parallel size {report['num_shards']:,}{experts}"
+        f"{quantized}, data-parallel size {report['num_shards']:,}{_replicas(report)}{experts}"
     ]
     lines += [f"not counted: {line}" for line in report["not_counted"]]
     lines.append("")
     lines.append(f"GiB on rank {report['rank']} (activations not counted):")
     lines += aligned(_strategy_rows(report["strategies"], memory_gib))
     return "\n".join(lines)
+
+
+def _replicas(report: Report) -> str:
+    """The replicas, if there are several of anything."""
+    replicas = report["replicas"]
+    dense = replicas[DENSE]
+    experts = replicas[EXPERT]
+    if dense == experts:
+        return f" in {dense} replicas" if dense > 1 else ""
+    return f" in {dense} replicas, of experts {experts}"
 
 
 def _strategy_rows(

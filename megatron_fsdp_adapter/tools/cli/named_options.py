@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.megatron.options import sizes, support, table, validation
+from megatron_fsdp_adapter.megatron.options import option, sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
 from megatron_fsdp_adapter.tools.models.spec import OPTIONS
 from megatron_fsdp_adapter.tools.prove import scale_down, source
@@ -82,7 +82,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, table.DTYPES.get(value, value)
+        return name, option.DTYPES.get(value, value)
 
 
 def optimizer_options() -> dict[str, Any]:

@@ -16,10 +16,7 @@ from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.plan.memory import (
     BACKWARD_TO_STEP,
     FORWARD_TO_BACKWARD,
-    KEPT_SHARD,
     LIFE,
-    MAIN_WEIGHTS,
-    OPTIMIZER_STATE,
     PERSISTENT,
     REDUCE_BUCKET,
     UNIT_IN_USE,
@@ -30,8 +27,8 @@ from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Parallel
 
 from .machine import Group, Machine
-from .planned import PlannedModel, layer_numels, planned_units
-from .shapes import BF16, activation_bytes
+from .planned import PlannedModel, Replicas, layer_numels, planned_units
+from .shapes import activation_bytes
 from .timed_modules import EXPERTS
 
 ACTIVATIONS = "activations"
@@ -149,19 +146,22 @@ def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
     """The planned model of a rank of a pipeline stage."""
-    dense, _ = chosen.shards[DENSE]
-    expert, _ = chosen.shards[EXPERT]
+    replicas = {}
+    shards = {}
+    for domain, (ranks, instances) in chosen.shards.items():
+        replicas[domain] = Replicas(instances, chosen.engine.shard_outer)
+        shards[domain] = replicas[domain].shards(ranks * instances)
     units = planned_units(
         spec,
-        dense,
-        expert,
+        shards[DENSE],
+        shards[EXPERT],
         torch.bfloat16,
         unit_numel=unit_numel(spec, chosen, stage),
         fused=chosen.fused,
         split=chosen.parallel.split,
         stage=stage,
     )
-    return PlannedModel(units, chosen.slots)
+    return PlannedModel(units, chosen.slots, replicas=replicas)
 
 
 def memory(spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int) -> Bytes:
@@ -183,13 +183,6 @@ def _stage_memory(
     model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
     held = model.bytes_held(strategy, Precision(), 0)
-    if chosen.engine.shard_outer:  # main weights and state are sharded again, over instances
-        if strategy.shard_weights:
-            is_unsharded = model.is_single_rank(strategy)
-            shards = (one.shard_numel for one in model.layouts if not is_unsharded(one))
-            held[KEPT_SHARD] = BF16 * sum(shards)  # stay between gathers
-        for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
-            held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = chosen.parallel.in_flight(stage, microbatches)
     activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight)
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)

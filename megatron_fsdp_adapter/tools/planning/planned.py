@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.core.config import Strategy, count_sharded
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
-from megatron_fsdp_adapter.core.layout.ranges import Shape
+from megatron_fsdp_adapter.core.layout.ranges import Shape, nested_shard_rank
 from megatron_fsdp_adapter.plan.memory import (
     QUANTIZED_COPIES,
     Bytes,
@@ -65,6 +65,12 @@ class PlannedUnit:
         return "TransformerLayer" if is_layer(self.name) else self.name
 
     @property
+    def groups(self) -> list[tuple[GroupLayout, str]]:
+        """Layout and domain of each group; without domains all are dense."""
+        domains = self.domains or (DENSE,) * len(self.layouts)
+        return list(zip(self.layouts, domains, strict=True))
+
+    @property
     def layers(self) -> int:
         """Number of transformer layers; 1 for any other unit."""
         first, _, last = self.name.partition(TO)
@@ -74,13 +80,35 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """The replicas of one kind of parameters."""
+
+    # The number of them.
+    count: int = 1
+    # Whether they split their shards again.
+    splits: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of each shard."""
+        return self.count if self.splits else 1
+
+    def shards(self, ranks: int) -> int:
+        """The number of shards over so many ranks."""
+        return ranks // self.count * self.parts
+
+
+ONE_REPLICA = Replicas()
+
+
+@dataclass(frozen=True)
 class PlannedModel:
     """A planned model.
 
     planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
     quantization of linear weights. budget: bytes for units that stay unsharded over a step. ahead:
     elements that are prefetched; the next unit is, however large it is. of_experts: the strategy of
-    experts, if they have another.
+    experts, if they have another. replicas: by domain, where there are several.
     """
 
     planned: tuple[PlannedUnit, ...]
@@ -89,6 +117,7 @@ class PlannedModel:
     budget: int = 0
     ahead: int = 0
     of_experts: Strategy | None = None
+    replicas: Mapping[str, Replicas] = field(default_factory=dict)
 
     @cached_property
     def units(self) -> list[PlannedUnit]:
@@ -101,30 +130,54 @@ class PlannedModel:
         return [layout for unit in self.units for layout in unit.layouts]
 
     @property
-    def num_shards(self) -> int:
-        """Number of shards of dense parameters."""
-        return max(layout.num_shards for layout in self.layouts)
+    def groups(self) -> list[tuple[GroupLayout, str]]:
+        """Layout and domain of the groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
 
-    def _shard(self, layout: GroupLayout, rank: int) -> int:
-        """The number of the shard that a rank has. Experts have fewer shards than ranks, because
-        neighboring ranks have different experts; their shards have the same number."""
-        return rank * layout.num_shards // self.num_shards
+    def _replicas(self, domain: str) -> Replicas:
+        return self.replicas.get(domain, ONE_REPLICA)
+
+    def _axis_size(self, layout: GroupLayout, domain: str) -> int:
+        """The number of ranks of the shard axis."""
+        return layout.num_shards // self._replicas(domain).parts
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Number of ranks that have dense parameters."""
+        return max(
+            self._axis_size(layout, domain) * self._replicas(domain).count
+            for layout, domain in self.groups
+        )
+
+    def _place(self, layout: GroupLayout, domain: str, rank: int) -> tuple[int, int]:
+        """A rank's place in its domain: its number on the shard axis, and among the replicas.
+        Experts have fewer ranks than there are, because neighboring ranks have different experts;
+        those have the same place."""
+        size = self._axis_size(layout, domain)
+        own = rank * size * self._replicas(domain).count // self.num_ranks
+        return own % size, own // size
+
+    def _shard(self, layout: GroupLayout, domain: str, rank: int) -> int:
+        """The number of the shard that a rank has."""
+        inner, outer = self._place(layout, domain, rank)
+        replicas = self._replicas(domain)
+        return nested_shard_rank(inner, outer, replicas.count) if replicas.splits else inner
 
     @cached_property
     def fullest_rank(self) -> int:
         """The lowest rank that holds most elements."""
-        held = [0] * self.num_shards
+        held = [0] * self.num_ranks
         alike = Counter(map(id, self.layouts))
-        for layout in {id(one): one for one in self.layouts}.values():
+        for layout, domain in {id(one[0]): one for one in self.groups}.values():
             numels = held_by_rank(layout)
-            for rank in range(self.num_shards):
-                held[rank] += numels[self._shard(layout, rank)] * alike[id(layout)]
+            for rank in range(self.num_ranks):
+                number = self._shard(layout, domain, rank)
+                held[rank] += numels[number] * alike[id(layout)]
         return held.index(max(held))
 
-    def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
-        """A predicate: True for groups whose domain has one rank, if the strategy shards
-        gradients."""
-        return lambda layout: strategy.shard_grads and layout.num_shards == 1
+    def is_single_rank(self, strategy: Strategy, layout: GroupLayout, domain: str) -> bool:
+        """True for a group whose domain has one rank, if its strategy shards gradients."""
+        return strategy.shard_grads and self._axis_size(layout, domain) == 1
 
     def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
         """The units that the budget keeps unsharded over a step."""
@@ -132,10 +185,10 @@ class PlannedModel:
         units = []
         for unit in self.units:
             found = []
-            for layout, domain in zip(unit.layouts, unit.domains, strict=True):
+            for layout, domain in unit.groups:
                 own = self._of_domain(domain, strategy)
-                if not self.is_single_rank(own)(layout):
-                    found.append(OwnGroup(layout, own))
+                if not self.is_single_rank(own, layout, domain):
+                    found.append(OwnGroup(layout, own, self._replicas(domain).parts))
             units.append(found)
         return unsharded_units(units, strategy, precision, self.budget, forward_only)
 
@@ -150,11 +203,16 @@ class PlannedModel:
     ) -> list[PlacedGroup]:
         """The groups of a unit on `rank`. strategy: of the model. row: of the unit."""
         found = []
-        for layout, domain in zip(unit.layouts, unit.domains, strict=True):
+        for layout, domain in unit.groups:
             of_domain = self._of_domain(domain, strategy)
             own = min(row, of_domain, key=count_sharded)
-            whole = self.is_single_rank(of_domain)(layout)
-            found.append(PlacedGroup(layout, self._shard(layout, rank), whole, own, of_domain))
+            whole = self.is_single_rank(of_domain, layout, domain)
+            number = self._shard(layout, domain, rank)
+            parts = self._replicas(domain).parts
+            if parts > 1 and not own.shard_main:
+                _, number = self._place(layout, domain, rank)
+                layout = layout.with_shards(parts)
+            found.append(PlacedGroup(layout, number, whole, own, of_domain, parts))
         return found
 
     def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> Bytes:

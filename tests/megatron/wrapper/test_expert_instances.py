@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.megatron.options.table import (
     read,
 )
 from megatron_fsdp_adapter.megatron.wrapper.process_groups import create_all_gather_groups
+from tests.lib.gpt.expert_memory import holds_what_is_estimated
 from tests.lib.gpt.topologies import (
     TOPOLOGIES,
     build_topology_trainer,
@@ -49,6 +50,7 @@ CHECKS = (
     "megatron/optimizer/clipping.py",
     "megatron/wrapper/expert_instances.py",
     "megatron/wrapper/process_groups.py",
+    "tools/planning/planned.py",
 )
 
 OPTIM = "optim"
@@ -77,6 +79,7 @@ def each_kind_has_its_replicas(ours: Any, reference: Any, strategy: str) -> None
         splits = found[kind].shards.splits_outer
         expected = [Shard(0) if splits else Replicate()] if replicas[kind] > 1 else []
         assert list(pair.sharded.placements[:-1]) == expected
+    holds_what_is_estimated(ours, strategy)
 
 
 Replicas = tuple[int, str]

@@ -9,24 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGIES_BY_NAME
-from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.topology import EXPERT
-from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
 from megatron_fsdp_adapter.megatron.options.table import EXPERT_STRATEGY
-from megatron_fsdp_adapter.plan.memory import OPTIMIZER_STATE, Precision, bytes_between_steps
-from megatron_fsdp_adapter.plan.unit_grouping import default_unit_numel
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
-from megatron_fsdp_adapter.tools.models.sources import from_options
-from megatron_fsdp_adapter.tools.models.spec import Parallel
-from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
-from tests.lib.engine.engine_cases import buffers_of
-from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
+from tests.lib.gpt.expert_memory import holds_what_is_estimated
+from tests.lib.gpt.topologies import TOPOLOGIES
 from tests.lib.gpt.units import ALL_GIB
 from tests.lib.gpt.variants import (
     STRATEGIES,
@@ -70,19 +61,6 @@ def each_kind_has_its_strategy(ours: Any, reference: Any, strategy: str) -> None
     holds_what_is_estimated(ours, strategy)
 
 
-def holds_what_is_estimated(ours: TopologyTrainer, strategy: str, budget: int = 0) -> None:
-    """Between two steps; budget: bytes for what units keep."""
-    [chunk] = ours.chunks
-    engine = chunk.engine
-    chunk.zero_grad_buffer()
-    for unit in engine.units:
-        engine.gather.reshard(unit)
-    engine.runtime.synchronize()  # memory is given back behind what has used it
-    held = between_steps(engine)
-    expected = estimated(ours, strategy, getattr(chunk.ddp_config, EXPERT_STRATEGY), budget)
-    assert held == expected, (held, expected)
-
-
 def all_units_keep_everything(ours: Any, reference: Any, strategy: str) -> None:
     """What their strategies do not keep anyway. The bytes are those of the budget."""
     for group in ours.chunks[0].engine.groups:
@@ -100,48 +78,6 @@ def all_units_stay(ours: Any, reference: Any, strategy: str) -> None:
         assert unit.stays is bool(sharded)
         assert all(group.grads.is_kept for group in unit.trainable_groups)
     assert {strategy, of_experts} & {ZERO_2, ZERO_3}
-
-
-def between_steps(engine: FsdpEngine) -> int:
-    """Bytes of this rank's flat buffers."""
-    found = {}
-    for _, tensor in buffers_of(engine):
-        storage = tensor.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
-
-
-def estimated(ours: TopologyTrainer, dense: str, experts: str, budget: int) -> int:
-    """The same by the formula of `estimate`, from sizes of the model alone."""
-    case = ours.case
-    spec = from_options(
-        {
-            "num_layers": case.num_layers,
-            "hidden_size": case.hidden,
-            "num_attention_heads": case.heads,
-            "ffn_hidden_size": case.ffn,
-            "moe_ffn_hidden_size": case.ffn,
-            "padded_vocab_size": case.vocab,
-            "num_experts": ours.topology.experts,
-            "moe_layer_freq": [0, 1],
-            "position_embedding_type": "rope",
-            "add_bias_linear": False,
-            "untie_embeddings_and_output_weights": True,
-        },
-        "a model of the tests",
-    )
-    split = Parallel(expert=ours.topology.ep)
-    units = planned_units(
-        spec,
-        dist.get_world_size(),
-        dist.get_world_size() // ours.topology.ep,
-        torch.float32,
-        unit_numel=default_unit_numel(layer_numels(spec, split)),
-        split=split,
-    )
-    model = PlannedModel(units, NO_SLOTS, budget=budget, of_experts=STRATEGIES_BY_NAME[experts])
-    held = model.bytes_held(STRATEGIES_BY_NAME[dense], Precision(), dist.get_rank())
-    return bytes_between_steps(held) - held[OPTIMIZER_STATE]
 
 
 def rows_of(experts: str, dense: str) -> list[Variant]:

@@ -295,6 +295,7 @@ def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 LLAMA_8B = ("--preset", "llama3-8b")
+MIXTRAL = ("--preset", "mixtral-8x7b", "--num-layers", "2", "--data-parallel-size", "8")
 ZERO_3 = "optim_grads_params"
 
 
@@ -309,6 +310,40 @@ def kinds_of_8b(
     for name in ("between_steps", "peak"):
         kinds[name] = found[name]
     return kinds
+
+
+REPLICAS = ("--num-distributed-optimizer-instances", "2")
+SPLIT = (*REPLICAS, "--outer-dp-sharding-strategy", "optim")
+
+
+def test_replicas_hold_a_half_each_or_split_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """As exactly as engines do: tests/megatron/wrapper/test_expert_instances.py."""
+    alone = kinds_of_8b(capsys, 4)
+    of_all = kinds_of_8b(capsys, 8)
+    assert kinds_of_8b(capsys, 8, *REPLICAS) == alone
+    split = kinds_of_8b(capsys, 8, *SPLIT)
+    for kind in ("main weights", "optimizer state"):
+        assert split[kind] == of_all[kind]
+    assert split["gradient shard"] == alone["gradient shard"]
+    assert split["shard of weights"] == alone["main weights"] // 2
+
+
+def test_experts_have_replicas_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*MIXTRAL, "--expert-model-parallel-size", "2", *SPLIT)
+    words += ("--data-parallel-sharding-strategy", ZERO_3)
+    found = [
+        run_main(capsys, *words, "--expert-num-distributed-optimizer-instances", count)
+        for count in ("1", "2", "4")
+    ]
+    held = [one["strategies"][ZERO_3]["bytes"] for one in found]
+    assert [one["replicas"] for one in found] == [{"dense": 2, "expert": n} for n in (1, 2, 4)]
+    # With a replica on each rank its weights stay, and are gathered over the outer axis.
+    assert "compute weights" in held[2] and "compute weights" not in held[1]
+    assert held[0]["main weights"] == held[1]["main weights"] == held[2]["main weights"]
+    assert held[0]["gradient shard"] < held[1]["gradient shard"] < held[2]["gradient shard"]
+    assert main([*words, "--expert-num-distributed-optimizer-instances", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "--expert-num-distributed-optimizer-instances 3: must divide the 4 ranks" in said
 
 
 BOTH_COPIED = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
