@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.engine.group import ParamGroup
-from ...core.topology import DENSE
+from ...core.topology import DENSE, EXPERT
 from ...plan.unit_grouping import described
 from ...plan.unsharded_budget import AUTO, BUDGET_OPTION, GIB
 from ..options.rules import is_on
@@ -29,7 +29,7 @@ def announcement(
     place = " in host memory" if engine.offload else ""
     parts = [
         f"FullyShardedDataParallel: strategy {engine.strategies_named} over "
-        f"{plan.domains[DENSE].axis.size} ranks, {len(plan.units)} units "
+        f"{_ranks(plan, groups)}, {len(plan.units)} units "
         f"({', '.join(plan.classes)}, root), {numel} parameters{_quantized(groups, config)}, "
         f"{100 * padding / numel:.2f}% padding",
         f"main weights {_dtype_name(engine.policy.main_params_dtype)}{place}, gradients reduced "
@@ -43,6 +43,31 @@ def announcement(
         values = ", ".join(f"{name}={value}" for name, value in forced.items())
         parts.append(f"set by the wrapper: {values}")
     return "; ".join(parts)
+
+
+def _ranks(plan: ModelPlan, groups: list[ParamGroup]) -> str:
+    """The ranks that shard dense parameters, and their replicas; those of experts too, if there
+    are other replicas of these."""
+    dense = plan.domains[DENSE]
+    text = _replicas(plan, DENSE)
+    if EXPERT not in {group.key.domain for group in groups}:
+        return text
+    experts = plan.domains[EXPERT]
+    splits = {name: plan.config.of_domain(name).shard_outer for name in (DENSE, EXPERT)}
+    is_alike = experts.outer_size == dense.outer_size
+    if is_alike and (splits[DENSE] == splits[EXPERT] or dense.outer_size == 1):
+        return text
+    return f"{text} ({EXPERT}: {_replicas(plan, EXPERT)})"
+
+
+def _replicas(plan: ModelPlan, name: str) -> str:
+    """The number of ranks that shard a domain, and how many replicas there are."""
+    domain = plan.domains[name]
+    text = f"{domain.axis.size} ranks"
+    if domain.outer is None:
+        return text
+    split = ", split again" if plan.config.of_domain(name).shard_outer else ""
+    return f"{text} in {domain.outer_size} replicas{split}"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:

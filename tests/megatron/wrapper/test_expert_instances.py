@@ -7,6 +7,8 @@ Four ranks, of which two have the same experts; and eight, of which four have.
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -48,6 +50,7 @@ CHECKS = (
     "core/distributed_index.py",
     "core/engine/construction.py",
     "megatron/optimizer/clipping.py",
+    "megatron/wrapper/announcement.py",
     "megatron/wrapper/expert_instances.py",
     "megatron/wrapper/process_groups.py",
     "tools/planning/planned.py",
@@ -207,3 +210,33 @@ def test_groups_of_a_collection_with_the_right_ranks_are_used(rank: int) -> None
     alone = [dist.new_group([one]) for one in range(4)]
     given.intra_expt_dp = alone[rank]
     assert expert_domain(pg_collection=given).axis.group is alone[rank]
+
+
+SAID = (
+    # optimizer instances, options, what is printed of ranks
+    (1, {}, "over 4 ranks, "),
+    (2, {}, "over 2 ranks in 2 replicas, "),
+    (2, {OUTER: OPTIM}, "over 2 ranks in 2 replicas, split again, "),
+    (1, {EXPERT_INSTANCES: 2}, "over 4 ranks (expert: 1 ranks in 2 replicas), "),
+    (
+        2,
+        {OUTER: OPTIM, EXPERT_INSTANCES: 1},
+        "over 2 ranks in 2 replicas, split again (expert: 2 ranks), ",
+    ),
+    (
+        2,
+        {EXPERT_OUTER: OPTIM},
+        "over 2 ranks in 2 replicas (expert: 1 ranks in 2 replicas, split again), ",
+    ),
+)
+
+
+@on_ranks(4)
+def test_the_first_rank_prints_replicas(rank: int) -> None:
+    topology = TOPOLOGIES["ep2"]
+    for instances, options, expected in SAID:
+        init_topology(topology, instances)
+        ddp = {INSTANCES: instances, **options}
+        with redirect_stdout(io.StringIO()) as said:
+            build_topology_trainer(topology, case_for(topology), ZERO_3, ddp=ddp)
+        assert (expected in said.getvalue()) is (rank == 0), said.getvalue()
