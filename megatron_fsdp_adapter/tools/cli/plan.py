@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_INSTANCES, EXPERT_STRATEGY
 from megatron_fsdp_adapter.tools.models.sources import (
     Flags,
     add_arguments,
@@ -34,6 +35,8 @@ from .output import USAGE, answer, base_parser
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
     "num_distributed_optimizer_instances": ("instances", int),
+    EXPERT_STRATEGY: ("expert_strategy", str),
+    EXPERT_INSTANCES: ("expert_instances", int),
     "micro_batch_size": ("microbatch", int),
     "tensor_model_parallel_size": ("tensor", int),
     "pipeline_model_parallel_size": ("pipeline", int),
@@ -44,11 +47,12 @@ FIXED = {
 
 def _fixing(field: str, kind: type) -> dict[str, Any]:
     """The arguments of `add_argument` for an option of `FIXED`."""
+    default = "as dense parameters" if field.startswith("expert_") else "the plan chooses"
     return {
         "type": kind,
-        "choices": list(STRATEGIES) if field == "strategy" else None,
+        "choices": list(STRATEGIES) if kind is str else None,
         "metavar": "N" if kind is int else None,
-        "help": "fixes this option; default: the plan chooses",
+        "help": f"fixes this option; default: {default}",
     }
 
 

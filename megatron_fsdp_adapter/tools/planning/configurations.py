@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, Strategy
 from megatron_fsdp_adapter.megatron.options import ddp_options
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
@@ -42,7 +42,8 @@ class Configuration:
     instances: optimizer instances, which are the outer axis. outer_optim: True if instances also
     shard main weights and state. microbatch: number of sequences. copies: True if copy engines move
     weights and gradients. graph: True for one CUDA graph of the whole step. separate_gathers: True
-    if gathers have a communicator of their own. fused: True if GEMMs write weight gradients."""
+    if gathers have a communicator of their own. fused: True if GEMMs write weight gradients.
+    expert_strategy, expert_instances: those of experts, if they have others."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -54,6 +55,15 @@ class Configuration:
     graph: bool = False
     separate_gathers: bool = False
     fused: bool = True
+    expert_strategy: str | None = None
+    expert_instances: int | None = None
+
+    def strategy_of(self, domain: str) -> Strategy:
+        """The strategy of a domain."""
+        name = self.strategy
+        if domain == EXPERT and self.expert_strategy is not None:
+            name = self.expert_strategy
+        return STRATEGIES[name]
 
     @property
     def data_parallel(self) -> int:
@@ -79,9 +89,10 @@ class Configuration:
     @property
     def shards(self) -> dict[str, tuple[int, int]]:
         """Domain -> (ranks of an instance, instances)."""
+        of_experts = self.expert_instances or self.instances
         return {
             DENSE: (self.data_parallel // self.instances, self.instances),
-            EXPERT: (self.experts_over // self.instances, self.instances),
+            EXPERT: (self.experts_over // of_experts, of_experts),
         }
 
     @property
@@ -98,15 +109,15 @@ class Configuration:
     @property
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
-        strategy = STRATEGIES[self.strategy]
-        unsharded: tuple[str, ...] = ()
-        if strategy.shard_grads:
-            # Domains of one rank, as in `with_single_rank_domains`.
-            unsharded = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
+        unsharded = []  # domains of one rank, as in `with_single_rank_domains`
+        for name, (ranks, _) in self.shards.items():
+            if self.strategy_of(name).shard_grads and ranks == 1:
+                unsharded.append(name)
         return EngineConfig(
-            strategy,
+            self.strategy_of(DENSE),
+            domain_strategies=((EXPERT, self.strategy_of(EXPERT)),) if self.expert_strategy else (),
             poison_buffers=False,
-            whole=unsharded,
+            whole=tuple(unsharded),
             shard_outer=self.outer_optim and self.instances > 1,
             **self.slots,
         )
@@ -121,6 +132,7 @@ class Configuration:
             "VPP": parallel.virtual,
             "EP": parallel.expert,
             "instances": self.instances,
+            "instances of experts": self.expert_instances or 0,
             "micro": self.microbatch,
         }
         flags = {
@@ -131,7 +143,11 @@ class Configuration:
             "recompute": parallel.recompute,
         }
         parts = [self.strategy]
+        if self.expert_strategy is not None:
+            parts.append(f"experts {self.expert_strategy}")
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
+        if self.expert_instances == 1 < self.instances:
+            parts.append("experts in one instance")
         parts += [key for key, on in flags.items() if on]
         return ", ".join(parts)
 
@@ -161,7 +177,8 @@ def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedMo
         split=chosen.parallel.split,
         stage=stage,
     )
-    return PlannedModel(units, chosen.slots, replicas=replicas)
+    experts = chosen.strategy_of(EXPERT)
+    return PlannedModel(units, chosen.slots, of_experts=experts, replicas=replicas)
 
 
 def memory(spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int) -> Bytes:

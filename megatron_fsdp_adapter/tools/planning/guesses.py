@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Parallel, layers_of
 
 from .configurations import Configuration, groups
@@ -45,7 +44,6 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
     """Seconds of a step of `count` microbatches: compute, exposed communication, and the
     optimizer."""
     parallel = chosen.parallel
-    strategy = STRATEGIES[chosen.strategy]
     gpu = machine.gpu
     group_of = groups(chosen, machine)
     compute = count * stage_seconds(spec, parallel, chosen.microbatch, gpu)
@@ -59,7 +57,8 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
     slowed = 0.15 * min(link, compute) * (0.4 if chosen.copies else 1.0)
     held = 0.0
     for domain, elements in _numel(spec, parallel).items():
-        held += elements / group_of[domain].size if strategy.shard_main else elements
+        is_sharded = chosen.strategy_of(domain).shard_main
+        held += elements / group_of[domain].size if is_sharded else elements
     host = 0.0
     if not chosen.graph:
         host = 5e-3 * layers * count * machine.host
@@ -74,16 +73,16 @@ def _link_seconds(
     spec: ModelSpec, chosen: Configuration, machine: Machine, layers: int, count: int
 ) -> float:
     """Seconds of all-gathers and reductions of data parallelism in a step."""
-    strategy = STRATEGIES[chosen.strategy]
     group_of = groups(chosen, machine)
     network = machine.network
-    gathers = 0
-    if strategy.shard_main:
-        gathers = 2 * count if strategy.shard_weights else 1
-    reduces = count if strategy.shard_grads else 1
-    passes = ((gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4))
     link = 0.0
     for domain, elements in _numel(spec, chosen.parallel).items():
+        strategy = chosen.strategy_of(domain)
+        gathers = 0
+        if strategy.shard_main:
+            gathers = 2 * count if strategy.shard_weights else 1
+        reduces = count if strategy.shard_grads else 1
+        passes = ((gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4))
         inner = group_of[domain]
         for times, kind, size in passes:
             nbytes = size * elements / layers
@@ -97,11 +96,11 @@ def _link_seconds(
 
 def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
     """A lower bound on bytes of states and activations on the first stage, without planning."""
-    strategy = STRATEGIES[chosen.strategy]
     parallel = chosen.parallel
     in_flight = parallel.in_flight(0, count)
     total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
     for domain, elements in _numel(spec, parallel).items():
+        strategy = chosen.strategy_of(domain)
         inner, outer = chosen.shards[domain]
         part = elements / inner
         held = elements

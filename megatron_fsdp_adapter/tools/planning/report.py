@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.build.description import aligned
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_INSTANCES, EXPERT_STRATEGY
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.sources import parallel_options
 from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Options
@@ -27,6 +28,10 @@ def ddp_options(chosen: Configuration) -> Options:
     if chosen.instances > 1:
         options["num_distributed_optimizer_instances"] = chosen.instances
         options["outer_dp_sharding_strategy"] = "optim" if chosen.outer_optim else "no_shard"
+    if chosen.expert_strategy is not None:
+        options[EXPERT_STRATEGY] = chosen.expert_strategy
+    if chosen.expert_instances is not None:
+        options[EXPERT_INSTANCES] = chosen.expert_instances
     if chosen.slots["weight_slots"] and not chosen.copies:
         options["fsdp_double_buffer"] = True
     if chosen.copies:

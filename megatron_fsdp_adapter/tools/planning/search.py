@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -106,9 +107,22 @@ def candidates(wanted: Request, split: Configuration) -> Iterator[Configuration]
     for strategy in STRATEGIES:
         if not _allows(wanted, "strategy", strategy):
             continue
-        for chosen in _with_strategy(wanted, replace(split, strategy=strategy)):
+        for chosen in _with_strategy(wanted, _with_experts(wanted, split, strategy)):
             if _allows(wanted, "instances", chosen.instances):
                 yield chosen
+
+
+def _with_experts(wanted: Request, split: Configuration, strategy: str) -> Configuration:
+    """`split` with a strategy, and with what is fixed of experts, if there are any."""
+    chosen = replace(split, strategy=strategy)
+    if not wanted.spec.num_experts:
+        return chosen
+    fixed: dict[str, Any] = dict(wanted.fixed)
+    return replace(
+        chosen,
+        expert_strategy=fixed.get("expert_strategy"),
+        expert_instances=fixed.get("expert_instances"),
+    )
 
 
 def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configuration]:
@@ -129,6 +143,9 @@ def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configurati
         graphs.append(True)
     for count, graph in product(sorted(instances), graphs):
         if data_ranks % count or base.experts_over % count:
+            continue
+        of_experts = count if base.expert_instances is None else base.expert_instances
+        if of_experts < 1 or base.experts_over % of_experts:
             continue
         # Copy engines work inside an NVLink domain.
         near = strategy == "optim_grads_params" and data_ranks // count <= inside and data_ranks > 1

@@ -69,7 +69,9 @@ GIB = 1 << 30
 
 
 COPIES = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
+SPLIT = ("--num-distributed-optimizer-instances=2", "--outer-dp-sharding-strategy=optim")
 AS_ESTIMATED = {
+    "instances": (Configuration(8, instances=2, outer_optim=True), SPLIT),
     **{name: (Configuration(8, strategy=name), ()) for name in STRATEGIES},
     "copy engines": (Configuration(8, copies=True), COPIES),
     "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
@@ -218,6 +220,17 @@ def test_candidates_are_what_the_options_and_the_machine_leave():
     assert {one.strategy for one in alone} == {"optim"}, "nothing to shard under four names"
 
 
+def test_experts_have_what_the_options_say():
+    fixed = {"expert": 4, "expert_strategy": "optim", "expert_instances": 1}
+    told = every(spec=model("mixtral-8x7b", 4), gpus=16, global_batch=16, fixed=fixed)
+    assert {(one.expert_strategy, one.expert_instances) for one in told} == {("optim", 1)}
+    assert {one.instances for one in told} > {1}
+    assert {one.strategy for one in told} == set(STRATEGIES)
+    assert len({one.name for one in told}) == len(told)
+    dense = every(gpus=16, global_batch=16, fixed=fixed | {"expert": 1})
+    assert {one.expert_strategy for one in dense} == {None}
+
+
 def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     found = plan(wanted(tries=8))
     fast = [one.configuration for one in found.predictions if one.configuration.graph]
@@ -237,6 +250,10 @@ FLAGS = [
       "--num-distributed-optimizer-instances 4", "--outer-dp-sharding-strategy optim",
       "--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter",
       "--recompute-granularity full"), ("unit-size", "layout")),
+    (model_named("mixtral-8x7b"),
+     Configuration(16, Parallel(expert=4), expert_strategy="optim", expert_instances=1),
+     ("--expert-data-parallel-sharding-strategy optim",
+      "--expert-num-distributed-optimizer-instances 1"), ()),
     # Megatron splits experts like the rest by default.
     (model_named("deepseek-v3"), Configuration(16, Parallel(tensor=2, pipeline=2, expert=4)),
      ("--pipeline-model-parallel-layout 'Et*31|t*30L'", "--expert-tensor-parallel-size 1",

@@ -101,6 +101,24 @@ def test_experts_have_a_domain_of_their_own_and_gathers_on_their_own_communicato
     assert used == {("dense", "dense gathers"), ("expert", "expert gathers")}
 
 
+def test_experts_have_a_strategy_and_instances_of_their_own():
+    """Dense parameters are gathered and reduced in each microbatch, experts once a step."""
+    mixture = replace(SPEC, num_experts=8, moe_ffn_hidden_size=128)
+    found = second_step(
+        spec=mixture,
+        parallel=Parallel(expert=2),
+        ranks=8,
+        microbatches=3,
+        expert_strategy="optim",
+        expert_instances=2,
+    )
+    count = Counter((one.group, one.kind) for one in found if one.amount > 100)
+    assert count["expert", Kind.ALL_GATHER] == count["expert", Kind.REDUCE_SCATTER] == 4
+    assert count["expert outer", Kind.ALL_REDUCE] == 4
+    assert count["dense", Kind.REDUCE_SCATTER] >= 3 * 4
+    assert not {group for group, _ in count} & {"dense outer"}
+
+
 def test_a_pipelines_stage_holds_back_backwards_while_it_fills():
     found = second_step(parallel=Parallel(pipeline=2), microbatches=3, warmup=1)
     first = next(i for i, one in enumerate(found) if one.part == "backward")
