@@ -22,7 +22,15 @@ from ..megatron.options.settings import (
     is_narrow,
     settle,
 )
-from ..megatron.options.table import GRAD_COMM, INSTANCES, OUTER, STRATEGY
+from ..megatron.options.table import (
+    EXPERT_INSTANCES,
+    EXPERT_OUTER,
+    EXPERT_STRATEGY,
+    GRAD_COMM,
+    INSTANCES,
+    OUTER,
+    STRATEGY,
+)
 from ..megatron.options.validation import bridge_problems
 from .megatron_lm import complete_environment
 
@@ -33,6 +41,9 @@ def apply_fsdp_overrides(
     *,
     outer_strategy: str | None = None,
     num_optimizer_instances: int | None = None,
+    expert_strategy: str | None = None,
+    expert_outer_strategy: str | None = None,
+    num_expert_optimizer_instances: int | None = None,
     grad_comm_dtype: torch.dtype | None = None,
     environment: MutableMapping[str, str] | None = None,
 ) -> list[Change]:
@@ -49,6 +60,9 @@ def apply_fsdp_overrides(
         outer_strategy: `outer_dp_sharding_strategy`; None keeps the recipe's value.
         num_optimizer_instances: `num_distributed_optimizer_instances`; None keeps the recipe's
             value.
+        expert_strategy, expert_outer_strategy, num_expert_optimizer_instances: the same three
+            options of experts (`expert_data_parallel_sharding_strategy` and so on); None keeps the
+            recipe's value, by default that of all parameters.
         grad_comm_dtype: dtype of gradients on the wire; None keeps the recipe's value, by default
             float32.
         environment: the environment in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if unset; by
@@ -67,6 +81,9 @@ def apply_fsdp_overrides(
         STRATEGY: strategy,
         OUTER: outer_strategy,
         INSTANCES: num_optimizer_instances,
+        EXPERT_STRATEGY: expert_strategy,
+        EXPERT_OUTER: expert_outer_strategy,
+        EXPERT_INSTANCES: num_expert_optimizer_instances,
         GRAD_COMM: grad_comm_dtype,
     }
     wanted = []  # what the caller asks for goes first: other settings follow from it
