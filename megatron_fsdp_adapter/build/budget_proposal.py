@@ -2,7 +2,8 @@
 
 The first rank measures one step: how long compute waits for gathers and reductions, and what memory
 is spare. It then chooses units as the option would. Waits are taken to shrink as the communicated
-bytes do. So the figure is an estimate. Nothing is communicated for it, and no unit is changed.
+bytes do. What overlapping communication takes from compute is not counted. Nothing is communicated
+for the figure, and no unit is changed.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class BudgetProposal:
         if gain < WORTH:
             return
         print(
-            f"{BUDGET_OPTION}={AUTO!r} would save about {gain:.0%} of a step; "
+            f"{BUDGET_OPTION}={AUTO!r} would save {gain:.0%} of a step or more; "
             f"{kept.described(f'{self._spare / GIB:.3f}')} that are spare. In step {MEASURED + 1} "
             f"compute waited for communication in {waited:.0%} of the time, and {part:.0%} of the "
             "bytes would not be sent",
