@@ -97,6 +97,7 @@ MODELS = {
     ),
     "experts": Model(MOE),
     "experts-ep2": Model(f"{MOE} {EP2}"),
+    "experts-ep2-dp2": Model(f"{MOE} {EP2} --global-batch-size 8", world=4, last_digit=1),
     "tp2-dp2": Model(TP2, world=4),
     "pp2-dp2": Model(PP2, world=4),
     "real data": Model(
@@ -125,6 +126,15 @@ ZERO1, ZERO2, ZERO0 = (
     for name in ("optim", "optim_grads", "no_shard")
 )
 OVERLAP = "--overlap-grad-reduce"
+DENSE_APART = (
+    "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+    "--expert-data-parallel-sharding-strategy optim --expert-num-distributed-optimizer-instances 1"
+)
+EXPERTS_APART = (
+    "--data-parallel-sharding-strategy optim --expert-num-distributed-optimizer-instances 2 "
+    "--expert-outer-dp-sharding-strategy optim "
+    "--expert-data-parallel-sharding-strategy optim_grads_params"
+)
 FOUR = (OURS, ZERO2, ZERO1, ZERO0)
 
 LIKE_DDP = [
@@ -148,6 +158,8 @@ LIKE_DDP = [
         for name in ("hybrid", "hybrid experts-ep2", "hybrid pp2-dp2")
         for flags in FOUR
     ),
+    ("experts-ep2-dp2", f"{OURS} {DENSE_APART}"),
+    ("experts-ep2-dp2", f"{OURS} {EXPERTS_APART}"),
     ("hybrid, older name", OURS),
     ("lion", OURS),
     ("lion", ZERO1),
@@ -485,6 +497,7 @@ SPLITS = [
     ("four layers", "", f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
     ("four layers", "", "--data-parallel-sharding-strategy optim"),
     ("four layers, experts", EP2, ""),
+    ("four layers, experts", DENSE_APART, EXPERTS_APART),
     ("257 tokens", "", TP2),
 ]
 """Model, and the flags of the runs between which a checkpoint goes there and back."""
