@@ -25,6 +25,7 @@ from ..megatron.compat import patches, releases
 from ..megatron.compat.patches import Patch
 from ..megatron.options import capability
 from ..megatron.options.cuda_graphs import GRAPH_RULES
+from ..megatron.options.examples import not_followed
 from ..megatron.options.rules import Joined, problems
 from ..megatron.options.settings import RUNNER, Change, format_changes, settle
 from ..megatron.options.support import EMERGING, SCHEDULE_RULES
@@ -179,6 +180,9 @@ def finish(
         found.append(NO_GPU)
     if is_first_rank() and not silent:
         print(format_changes(f"{FSDP_FLAG} sets", changes), flush=True)
+        left = not_followed(args)
+        if left:
+            print(left, flush=True)
     if found:
         refuse(error_message(found))
 

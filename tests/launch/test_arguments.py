@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options.examples import EXAMPLES, not_followed
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
+from megatron_fsdp_adapter.megatron.options.table import GRAD_COMM, MAIN_GRADS
 from tests.lib.megatron.launch_cases import parsed_arguments
 
-CHECKS = ("launch/megatron_lm.py", "megatron/options/settings.py")
+CHECKS = (
+    "launch/megatron_lm.py",
+    "megatron/options/settings.py",
+    "megatron/options/examples.py",
+)
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -45,6 +53,46 @@ def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
     assert args.overlap_grad_reduce
     assert args.overlap_param_gather
     assert validation.launch_problems(args, {}) == []
+
+
+UNSET = {
+    "calculate_per_token_loss": False,
+    "init_model_with_meta_device": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    MAIN_GRADS: "auto",
+    GRAD_COMM: "auto",
+}
+
+
+def test_a_run_that_adds_one_flag_prints_those_of_megatron_lms_examples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    megatron_lm.finish(parsed_arguments(**UNSET), FSDP, ())
+    printed = capsys.readouterr().out
+    assert [one.flags for one in EXAMPLES if f"  {one.flags}  " in printed] == [
+        one.flags for one in EXAMPLES
+    ]
+    assert not_followed(parsed_arguments(**UNSET)) in printed
+    # This Megatron-LM knows some of them.
+    known = not_followed(parsed_arguments())
+    assert [line.split()[0] for line in known.split("\n")[1:]] == [
+        "--no-gradient-accumulation-fusion"
+    ]
+
+
+@pytest.mark.parametrize(
+    "chosen", ({"nccl_ub": True}, {GRAD_COMM: "bf16"}, {"gradient_accumulation_fusion": False})
+)
+def test_a_run_that_has_flags_of_the_examples_prints_none(chosen: dict[str, Any]) -> None:
+    assert not_followed(parsed_arguments(**{**UNSET, **chosen})) == ""
+
+
+def test_options_of_the_examples_are_cores() -> None:
+    fields = {**vars(TransformerConfig)["__dataclass_fields__"], **{MAIN_GRADS: 0, GRAD_COMM: 0}}
+    fields.update(DistributedDataParallelConfig.__dataclass_fields__)
+    for one in EXAMPLES:
+        assert fields.keys() >= {*one.options}, one.flags
 
 
 @pytest.mark.parametrize("written", (["--ckpt-format", "torch_dist"], ["--ckpt-format=torch_dist"]))
