@@ -31,8 +31,8 @@ CHECKS = ("build/budget_proposal.py", "core/runtime/wait_timer.py")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 TOLD = re.compile(
     rf"{BUDGET}='auto' would save (\d+)% of a step or more; unsharded over a step: weights of "
-    r"(\d+) and gradients of (\d+) of 7 units, for .* GiB that are spare. In step 3 compute waited for "
-    r"communication in (\d+)% of the time, and (\d+)% of the bytes would not be sent\n"
+    r"(\d+) and gradients of (\d+) of 7 units, for .* GiB that are spare. In step 3 compute waited "
+    r"for communication in (\d+)% of the time, and (\d+)% of the bytes would not be sent\n"
 )
 STEPS = 2 * MEASURED + 2
 """The line comes before step 5; some more."""

@@ -72,8 +72,8 @@ EXAMPLES = (
 
 
 def not_followed(args: Any, examples: Iterable[Example] = EXAMPLES) -> str:
-    """A title and a line for each of the `examples`, if parsed arguments follow none of them; else
-    "", as whoever wrote them has chosen."""
+    """A title and a line for each of the `examples`; "" if parsed arguments follow any of them: a
+    run that has some of these flags has chosen."""
     known = [one for one in examples if one.is_known(args)]
     if not known or any(one.is_followed(args) for one in known):
         return ""
