@@ -26,6 +26,7 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
+from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -88,43 +89,16 @@ def made(shard: Shards, mesh: DeviceMesh, on_meta: bool = False, **options: Any)
     return net
 
 
-def norms_of(net: Any) -> list[float]:
-    """The norm of all gradients, which are clipped; over several meshes that of each."""
-    params = [*net.parameters()]
-    if all(param.device_mesh == params[0].device_mesh for param in params):
-        norm: Any = nn.utils.clip_grad_norm_(params, 0.5)
-        return [norm.full_tensor().item()]
-    return [param.grad.norm().full_tensor().item() for param in params]
-
-
 def train(
     net: Any, seed: int, microbatches: int = 1, first: int = 0
 ) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer, and all losses and norms."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    found = []
-    for step in range(first, first + STEPS):
-        for microbatch in range(microbatches):
-            net.set_requires_gradient_sync(microbatch == microbatches - 1)
-            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
-            loss = net(torch.randint(20, (6,), generator=generator)).square().mean()
-            loss.backward()
-            found.append(loss.item())
-        found += norms_of(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer, found
 
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
+        return net(torch.randint(20, (6,), generator=generator)).square().mean()
 
-def check_alike(found: Any, expected: Any, say: str) -> None:
-    """Names, placements, and what this rank has."""
-    params = dict(expected.named_parameters())
-    for name, param in found.named_parameters():
-        like = params[name]
-        assert type(param) is DTensor
-        assert param.placements == like.placements, (say, name)
-        assert param.to_local().stride() == like.to_local().stride(), (say, name)
-        check_same_bits({name: param.to_local()}, {name: like.to_local()}, say)
+    return trained(net, loss_of, microbatches, first)
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

@@ -23,6 +23,7 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
+from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.plain.gathered import Halved, Rounded, RoundedWeight, Wrapper, wrap
 from tests.lib.ranks.shared_ranks import on_ranks
@@ -115,43 +116,28 @@ def train(
     ahead: bool = False,
     evaluates: bool = False,
     offloads: bool = False,
-) -> tuple[Any, list[float]]:
+) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer, and all losses and norms."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     width = net.out.weight.shape[1]
-    found = []
-    for step in range(STEPS):
-        for microbatch in range(2 if accumulate else 1):
-            net.set_requires_gradient_sync(not accumulate or microbatch == 1)
-            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
-            hooks = torch.autograd.graph.save_on_cpu() if offloads else contextlib.nullcontext()
-            with hooks:
-                loss = net(torch.randn(5, width, generator=generator)).float().square().mean()
-            loss.backward()
-            found.append(loss.item())
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        found.append(norm.full_tensor().item())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
+        hooks = torch.autograd.graph.save_on_cpu() if offloads else contextlib.nullcontext()
+        with hooks:
+            return net(torch.randn(5, width, generator=generator)).float().square().mean()
+
+    def after() -> list[float]:
         if ahead:
             precompute(net)
-        if evaluates:
-            with torch.no_grad():
-                found.append(net(torch.ones(2, width)).float().sum().item())
-            for module in (*net.layers, net):
-                module.reshard()
-    return optimizer, found
+        if not evaluates:
+            return []
+        with torch.no_grad():
+            found = net(torch.ones(2, width)).float().sum().item()
+        for module in (*net.layers, net):
+            module.reshard()
+        return [found]
 
-
-def check_alike(found: Any, expected: Any, say: str) -> None:
-    """Names, classes, placements and this rank's rows."""
-    params = dict(expected.named_parameters())
-    for name, param in found.named_parameters():
-        like: Any = params[name]
-        assert type(param) is DTensor
-        assert type(param._local_tensor) is type(like._local_tensor), (say, name)
-        assert param.placements == like.placements, (say, name)
-        check_same_bits({name: local(param)}, {name: local(like)}, say)
+    return trained(net, loss_of, 2 if accumulate else 1, after=after)
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

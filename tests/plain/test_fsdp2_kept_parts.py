@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter.core.engine.launches import FEWER, GATHERED
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
+from tests.lib.plain.beside_torch import trained
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = (
@@ -74,21 +75,17 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def train(net: Any, rank: int, evaluates: bool = False) -> list[float]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    found = []
-    for step in range(2):
-        for microbatch in range(2):
-            if evaluates:
-                with torch.no_grad():
-                    found.append(net(batch(1)).sum().item())
-            loss = net(batch(100 * step + 10 * microbatch + rank)).square().mean()
-            loss.backward()
-            found.append(loss.item())
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        found.append(norm.full_tensor().item())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    """All losses and norms. Each of two backwards reduces. evaluates: before each forward, too."""
+    evaluated = []
+
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        if evaluates:
+            with torch.no_grad():
+                evaluated.append(net(batch(1)).sum().item())
+        return net(batch(100 * step + 10 * microbatch + rank)).square().mean()
+
+    _, found = trained(net, loss_of, 2, keeps=False)
+    return found + evaluated
 
 
 @on_ranks(4)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
+from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -97,25 +98,14 @@ def made(shard: Any, sharded: Sharded, splits: bool, **options: Any) -> Any:
     return net
 
 
-def train(net: Any, rank: int, steps: int = 3) -> tuple[torch.optim.Optimizer, list[float]]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(steps):
-        for _ in range(2):
-            loss = net(torch.randn(5, WIDTH, generator=generator)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer, losses
+def train(net: Any, rank: int) -> tuple[torch.optim.Optimizer, list[float]]:
+    """The optimizer, and all losses. Each of two backwards reduces."""
 
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
+        return net(torch.randn(5, WIDTH, generator=generator)).square().mean()
 
-def check_alike(found: Any, expected: Any) -> None:
-    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert one.placements == other.placements, name
-        assert one.device_mesh == other.device_mesh, name
-        assert torch.equal(one._local_tensor, other._local_tensor), name
+    return trained(net, loss_of, 2, keeps=False, norms=lambda net: (), foreach=False)
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

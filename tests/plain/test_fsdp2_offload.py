@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
+from tests.lib.plain.beside_torch import check_alike
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -56,12 +56,6 @@ def train(net: Any, rank: int, microbatches: int) -> tuple[Any, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
     return optimizer, found
-
-
-def check_alike(found: Any, expected: Any) -> None:
-    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert type(one) is DTensor
-        assert torch.equal(one._local_tensor, other._local_tensor), name
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
+from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -101,32 +102,16 @@ def made(
     return net
 
 
-def train(net: Any, seed: int, accumulate: bool = False, first: int = 0) -> tuple[Any, list[float]]:
+def train(
+    net: Any, seed: int, accumulate: bool = False, first: int = 0
+) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer, and all losses and norms."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    found = []
-    for step in range(first, first + STEPS):
-        for microbatch in range(MICROBATCHES if accumulate else 1):
-            net.set_requires_gradient_sync(not accumulate or microbatch == MICROBATCHES - 1)
-            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
-            loss = net(torch.randn(3, 8, WIDTH, generator=generator)).square().mean()
-            loss.backward()
-            found.append(loss.item())
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        found.append(norm.full_tensor().item())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer, found
 
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
+        return net(torch.randn(3, 8, WIDTH, generator=generator)).square().mean()
 
-def check_alike(found: Any, expected: Any, say: str) -> None:
-    """Names, placements and this rank's rows."""
-    params = dict(expected.named_parameters())
-    for name, param in found.named_parameters():
-        assert type(param) is DTensor
-        assert param.placements == params[name].placements, (say, name)
-        assert param.device_mesh.mesh.equal(params[name].device_mesh.mesh)
-        check_same_bits({name: param.to_local()}, {name: params[name].to_local()}, say)
+    return trained(net, loss_of, MICROBATCHES if accumulate else 1, first)
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

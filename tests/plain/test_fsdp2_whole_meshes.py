@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
+from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -50,32 +51,18 @@ def made(shard: Callable[..., Any], mesh: DeviceMesh, dims: Any, **options: Any)
     return net
 
 
-def train(net: Any, mesh: DeviceMesh, own: set[str], microbatches: int) -> tuple[Any, list[float]]:
+def train(
+    net: Any, mesh: DeviceMesh, own: set[str], microbatches: int
+) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer, and all losses and norms. own: the dims over which the batch is split."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     places = [Shard(0) if dim in own else Replicate() for dim in mesh.mesh_dim_names or ()]
-    found = []
-    for step in range(STEPS):
-        for microbatch in range(microbatches):
-            net.set_requires_gradient_sync(microbatch == microbatches - 1)
-            generator = torch.Generator().manual_seed(10 * step + microbatch)
-            batch = torch.randn(8, WIDTH, generator=generator)
-            loss = net(distribute_tensor(batch, mesh, places)).square().mean()
-            loss.backward()
-            found.append(loss.full_tensor().item())
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        found.append(norm.full_tensor().item())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer, found
 
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + microbatch)
+        batch = torch.randn(8, WIDTH, generator=generator)
+        return net(distribute_tensor(batch, mesh, places)).square().mean()
 
-def check_alike(found: Any, expected: Any) -> None:
-    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert type(one) is DTensor
-        assert one.placements == other.placements, name
-        assert one.device_mesh == other.device_mesh, name
-        assert torch.equal(one._local_tensor, other._local_tensor), name
+    return trained(net, loss_of, microbatches)
 
 
 CASES: tuple[tuple[tuple[int, ...], str, Any, dict[str, Any], int], ...] = (
