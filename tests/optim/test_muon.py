@@ -124,6 +124,15 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
 
 HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
 REPLICAS = {**HYBRID, "outer_dp_sharding_strategy": "no_shard"}
+EXPERTS_WHOLE = {
+    **HYBRID,
+    "expert_num_distributed_optimizer_instances": 1,
+    "expert_data_parallel_sharding_strategy": "optim",
+}
+EXPERTS_SPLIT = {
+    "expert_num_distributed_optimizer_instances": 2,
+    "expert_outer_dp_sharding_strategy": "optim",
+}
 DP = Topology("dp")
 EXPERTS = Topology("experts", experts=4)
 
@@ -139,6 +148,8 @@ AXES: Mapping[int, tuple[tuple[Topology, Mapping[str, Any]], ...]] = {
             for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
             for ddp in (HYBRID, REPLICAS)
         ),
+        (TOPOLOGIES["ep2"], EXPERTS_WHOLE),
+        (EXPERTS, EXPERTS_SPLIT),
         (DP, {BUDGET: 1.0}),
         (DP, {BUDGET: 3e-5}),
         (DP, {"fsdp_double_buffer": True}),

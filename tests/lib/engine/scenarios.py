@@ -252,6 +252,15 @@ for name in STRATEGIES:
         split | {"told": False}, strategies=untold, like={"told": True}
     )
 
+# sums in float32, and copy engines, of the domain alone that has shards
+for name in REDUCED:
+    split = TWO_DOMAINS | {"split_strategy": name}
+    SCENARIOS[f"split_{name}_sums"] = rare(split | FP32_SUMS, strategies=("no_shard",))
+    if name in SHARDED:
+        SCENARIOS[f"split_{name}_exchange"] = rare(
+            split | EXCHANGE, strategies=("no_shard", "optim")
+        )
+
 # domains with instances of their own
 APART_INSTANCES = {
     "one": {"outer": 2, "shard_outer": True, "split_outer": 1},

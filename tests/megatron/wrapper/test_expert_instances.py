@@ -43,6 +43,7 @@ from tests.lib.gpt.variants import (
     Variant,
     compare,
     marked,
+    nothing_more,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -158,6 +159,11 @@ for _chosen in BY_DEFAULT:
     ROWS += [row_of(*_chosen), like_replicas_of_all(row_of(*_chosen))]
 for _chosen in FULL:
     ROWS += [row_of(*_chosen, full=True), like_replicas_of_all(row_of(*_chosen))]
+for _option in ("chunked_optimizer_state_offload", "fsdp_double_buffer"):
+    for _chosen in BY_DEFAULT[:2]:
+        _row = row_of(*_chosen, full=True)
+        _ddp = {**_row.ddp, _option: True}
+        ROWS.append(_row.but(f"{_row.name}, {_option}", ddp=_ddp, expect=nothing_more))
 for _dense, _experts in OF_EIGHT:
     for _strategies in ((ZERO_3, ZERO_1), (ZERO_1, ZERO_3)):
         _row = row_of(_dense, _experts, _strategies, world=8, full=True)
