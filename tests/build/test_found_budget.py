@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_fsdp_adapter.build.auto_budget import AutoBudget
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
@@ -58,7 +59,7 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
 def raises_in_step_5(trainer: Trainer, number: int, rank: int) -> Step:
     """A forward raises in the middle of our model, on all ranks, before that step."""
     wrapper = trainer.wrapper
-    if number == 5 and wrapper.engine.budget is not None:
+    if number == 5 and isinstance(wrapper.engine.budget, AutoBudget):
         layer = next(m for m in wrapper.modules() if isinstance(m, TransformerLayer))
         none_left = mock.patch.object(layer, "forward", side_effect=torch.OutOfMemoryError("none"))
         with none_left, pytest.raises(torch.OutOfMemoryError):
@@ -69,7 +70,7 @@ def raises_in_step_5(trainer: Trainer, number: int, rank: int) -> Step:
 def raises_on_one_rank_in_an_evaluation(trainer: Trainer, number: int, rank: int) -> Step:
     """Of our model, behind the last gather, before step 3."""
     wrapper = trainer.wrapper
-    if number == 3 and wrapper.engine.budget is not None:
+    if number == 3 and isinstance(wrapper.engine.budget, AutoBudget):
         data = batches(trainer.case, 9, rank, torch.device("cpu"))
         if rank == 1:
             ends = mock.Mock(side_effect=ValueError)
