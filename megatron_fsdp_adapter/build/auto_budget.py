@@ -92,6 +92,9 @@ class AutoBudget:
     the spare memory.
     """
 
+    may_keep = True
+    """Units are kept."""
+
     def __init__(self, sharers: int = 1) -> None:
         self.sharers = sharers  # engines that share the device's memory
         # Bytes that this rank can spare.

@@ -51,6 +51,8 @@ class BudgetProposal:
 
     is_settled = True
     """No choice will change."""
+    may_keep = False
+    """No unit is ever kept."""
 
     def __init__(self) -> None:
         # Steps that have ended.
@@ -77,7 +79,7 @@ class BudgetProposal:
             return
         if self._timer is None:
             if self._ended == MEASURED:
-                self._timer = WaitTimer(runtime.host_waits)
+                self._timer = WaitTimer(runtime.device)
                 runtime.timer = self._timer
         elif self._launched is None:
             if self._ended > MEASURED:

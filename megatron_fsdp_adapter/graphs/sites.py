@@ -126,7 +126,8 @@ def site_of(engine: FsdpEngine, name: str, module: nn.Module) -> Site:
         )
     (unit,) = units.values()
     site = Site(name, weakref.ref(module), unit, groups, parts)
-    if engine.budget is None and not site.may_be_fixed:
+    finds_units = engine.budget is not None and engine.budget.may_keep
+    if not finds_units and not site.may_be_fixed:
         raise ValueError(
             f"unit {unit.name}: CUDA graphs of layers need weights and gradients at fixed "
             "addresses. Use fsdp_double_buffer, or 'optim' or 'no_shard'"

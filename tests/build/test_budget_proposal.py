@@ -130,8 +130,8 @@ def test_waits_are_part_of_a_step(rank: int) -> None:
     timers = []
     made = WaitTimer.__init__
 
-    def noted(timer: WaitTimer, of_host: bool) -> None:
-        made(timer, of_host)
+    def noted(timer: WaitTimer, device: torch.device) -> None:
+        made(timer, device)
         timers.append(timer)
 
     with mock.patch.object(WaitTimer, "__init__", noted):

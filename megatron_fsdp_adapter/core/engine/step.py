@@ -114,7 +114,10 @@ class Step:
 
 class StepBudget(Protocol):
     """Chooses the units that stay unsharded over a step (`Unit.keep`), from what an engine tells
-    it. is_settled: the choice stays, unless an error changes it."""
+    it. is_settled: the choice stays, unless an error changes it. may_keep: False if it only
+    measures, and no unit is ever kept."""
+
+    may_keep: bool
 
     @property
     def is_settled(self) -> bool: ...

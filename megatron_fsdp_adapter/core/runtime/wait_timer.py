@@ -17,11 +17,11 @@ class WaitTimer:
 
     On a GPU the device measures: the host does not wait, except in `seconds` and `waited`.
 
-    of_host: compute runs on the host.
+    device: where compute runs.
     """
 
-    def __init__(self, of_host: bool) -> None:
-        self._of_host = of_host  # else events are recorded
+    def __init__(self, device: torch.device) -> None:
+        self._has_events = device.type == "cuda"  # else the host's clock is read
         self._begin = self._now()  # when it was made
         self._end: Instant | None = None  # when it was stopped
         self._waits: list[tuple[Instant, Instant]] = []  # begin and end of each wait
@@ -46,7 +46,7 @@ class WaitTimer:
         return sum(_between(*wait) for wait in self._waits)
 
     def _now(self) -> Instant:
-        if self._of_host:
+        if not self._has_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
