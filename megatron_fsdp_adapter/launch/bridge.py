@@ -60,9 +60,10 @@ def apply_fsdp_overrides(
         outer_strategy: `outer_dp_sharding_strategy`; None keeps the recipe's value.
         num_optimizer_instances: `num_distributed_optimizer_instances`; None keeps the recipe's
             value.
-        expert_strategy, expert_outer_strategy, num_expert_optimizer_instances: the same three
-            options of experts (`expert_data_parallel_sharding_strategy` and so on); None keeps the
-            recipe's value, by default that of all parameters.
+        expert_strategy: `expert_data_parallel_sharding_strategy`; None keeps the recipe's value, by
+            default that of all parameters. So do the next two.
+        expert_outer_strategy: `expert_outer_dp_sharding_strategy`.
+        num_expert_optimizer_instances: `expert_num_distributed_optimizer_instances`.
         grad_comm_dtype: dtype of gradients on the wire; None keeps the recipe's value, by default
             float32.
         environment: the environment in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if unset; by
