@@ -48,6 +48,10 @@ KNOWN = (
           "torch has no infinity norm of a rank without elements; torch's FSDP2 fails, too"),
     Known(r"error: RuntimeError: aten\..* in-place operations that require placement changes.*",
           "torch's DTensor refuses some products of sums, for parameters of one row"),
+    Known(r"error: RuntimeError: aten\.mul\.Tensor got mixed torch\.Tensor and DTensor.*",
+          "a loss reads a weight that is sharded again behind its unit's forward; torch's as well"),
+    Known(r"error: RuntimeError: aten\.addmm\.default got mixed torch\.Tensor and DTensor.*",
+          "a block is called alone that is tied to the root; torch's function gives wrong outputs"),
     Known(r"wrong: .*\bcounting\b.*\bsave and load",
           "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
 )
