@@ -4,6 +4,7 @@ torch's `fully_shard` and with ours. Attention is torch's, as torchtitan's needs
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,9 @@ EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 
 Case = tuple[str, str, dict[str, Any], dict[str, str], int]
-"""Module of torchtitan's models, flavor, options of parallelism, dtypes, microbatches."""
+"""Module of torchtitan's models, flavor (with `FLOAT8` behind it: linear layers of torchao), options
+of parallelism, dtypes, microbatches."""
+FLOAT8 = "+float8"
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -43,6 +46,7 @@ CASES: dict[int, dict[str, Case]] = {
         "llama3, bf16, recomputed": (
             "llama3", "debugmodel", {"fsdp_reshard_after_forward": "never"}, BF16, 2,
         ),
+        "llama3, float8": ("llama3", f"debugmodel{FLOAT8}", {}, BF16, 2),
         "qwen3, experts": ("qwen3", "debugmodel_moe", {}, FLOAT32, 1),
     },
     4: {
@@ -57,11 +61,19 @@ CASES: dict[int, dict[str, Case]] = {
 """By the number of ranks."""
 
 
+def float8() -> Any:
+    """torchtitan's converter to linear layers of torchao, which compute as a GPU would."""
+    module: Any = importlib.import_module("torchtitan.components.quantization.float8")
+    return module.Float8LinearConverter.Config(emulate=True, model_compile_enabled=False)
+
+
 def _parallelized(case: Case, world: int) -> tuple[Any, ParallelDims]:
     """A model of two layers from the meta device, with values that depend on names alone."""
     family, flavor, options, dtypes, microbatches = case
     utils.set_spmd_backend("partial_dtensor")
-    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry(flavor)
+    converters = [float8()] if flavor.endswith(FLOAT8) else []
+    registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
+    spec = registry(flavor.removesuffix(FLOAT8), converters=converters)
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **options)
     training = TrainingConfig(**dtypes)
     spec.model.layers = spec.model.layers[:2]
@@ -133,6 +145,8 @@ def compare(rank: int, world: int, folder: Path) -> None:
     """Both sides of each case, which must have the same bits."""
     sides: tuple[Callable[[], Any], ...] = (leave_fsdp2, use_as_fsdp2)
     for number, (name, case) in enumerate(CASES[world].items()):
+        if case[1].endswith(FLOAT8) and importlib.util.find_spec("torchao") is None:
+            continue
         found = []
         for use in sides:
             use()
