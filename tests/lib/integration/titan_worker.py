@@ -36,8 +36,8 @@ EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 
 Case = tuple[str, str, dict[str, Any], dict[str, str], int]
-"""Module of torchtitan's models, flavor (with `FLOAT8` behind it: linear layers of torchao), options
-of parallelism, dtypes, microbatches."""
+"""Module of torchtitan's models, flavor (with `FLOAT8` behind it for linear layers of torchao),
+options of parallelism, dtypes, microbatches."""
 FLOAT8 = "+float8"
 
 CASES: dict[int, dict[str, Case]] = {
