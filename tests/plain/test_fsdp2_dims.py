@@ -26,14 +26,13 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import fully_shard_optimizer
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
-from tests.lib.plain.beside_torch import check_alike, trained
+from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("core/engine/extensions.py", "plain/fsdp2.py", "plain/sharded_params.py")
 
 WIDTH = 8
-STEPS = 3
 Shards = Callable[..., Any]
 
 
@@ -52,32 +51,13 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x)))) + mixed.view(-1, 1)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.out = nn.Linear(WIDTH, 20, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-def last_dim(param: nn.Parameter) -> Shard | None:
-    return Shard(-1) if param.ndim > 1 else None
-
-
 def made(shard: Shards, mesh: DeviceMesh, on_meta: bool = False, **options: Any) -> Any:
     torch.manual_seed(3)
-    net = Net()
+    net = TiedNet(Layer, 2, WIDTH)
     values = net.state_dict()
     if on_meta:
         with torch.device("meta"):
-            net = Net()
+            net = TiedNet(Layer, 2, WIDTH)
     options.setdefault("shard_placement_fn", last_dim)
     for module in (*net.layers, net):
         shard(module, mesh=mesh, **options)
@@ -143,7 +123,7 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(rank: int, root: Path) -> N
 def test_what_a_program_does_to_such_parameters(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     net = made(ours, mesh)
-    values = {name: value + 1 for name, value in Net().state_dict().items()}
+    values = {name: value + 1 for name, value in TiedNet(Layer, 2, WIDTH).state_dict().items()}
     ids = torch.arange(6)
     for has_run in (False, True):
         net.load_state_dict(values)  # whole tensors
@@ -197,7 +177,7 @@ def test_numbers_over_two_dims_of_ranks(rank: int) -> None:
         found = []
         for shard in (theirs, ours):
             torch.manual_seed(3)
-            net = Net()
+            net = TiedNet(Layer, 2, WIDTH)
             split_over_ranks(net, mesh["tp"])
             for module in (*net.layers, net):
                 place = along(columns)

@@ -31,7 +31,6 @@ from tests.lib.ranks.shared_ranks import on_ranks
 CHECKS = ("core/engine/extensions.py", "plain/extended.py")
 
 WIDTH = 6
-STEPS = 3
 Shards = Callable[..., Any]
 
 

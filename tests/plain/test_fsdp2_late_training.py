@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
-from tests.lib.gpt.checks import check_same_bits
+from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, norms_of
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("plain/late_training.py", "plain/user_loop.py", "core/engine/unit.py")
@@ -41,21 +40,6 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.out = nn.Linear(WIDTH, 20, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
 
 
 Changes = Mapping[tuple[int, int], Mapping[str, bool]]
@@ -88,7 +72,7 @@ def made(
     **options: Any,
 ) -> Any:
     torch.manual_seed(3)
-    net = Net()
+    net = TiedNet(Layer, 3, WIDTH)
     prepare(net)
     freeze(net, changes[0, 0])
     for module in (*net.layers, net):
@@ -105,14 +89,6 @@ def backward(net: Any, seed: int) -> float:
     return loss.item()
 
 
-def norms_of(params: list[Any]) -> list[float]:
-    """The norm of all gradients, which are clipped; over several meshes that of each."""
-    if all(param.device_mesh == params[0].device_mesh for param in params):
-        norm: Any = nn.utils.clip_grad_norm_(params, 0.5)
-        return [norm.full_tensor().item()]
-    return [param.grad.norm().full_tensor().item() for param in params]
-
-
 def train(net: Any, rank: int, changes: Changes, accumulates: bool) -> list[float]:
     """All losses and norms. Parameters that are trained later are given to the optimizer then."""
     known = [param for param in net.parameters() if param.requires_grad]
@@ -125,7 +101,7 @@ def train(net: Any, rank: int, changes: Changes, accumulates: bool) -> list[floa
             net.set_requires_gradient_sync(not accumulates or microbatch == MICROBATCHES - 1)
             found.append(backward(net, 100 * step + 10 * microbatch + rank))
         params = [param for param in net.parameters() if param.grad is not None]
-        found += norms_of(params)
+        found += norms_of(net)
         ids = {id(param) for param in known}
         new = [param for param in params if id(param) not in ids]
         if new:
@@ -136,25 +112,12 @@ def train(net: Any, rank: int, changes: Changes, accumulates: bool) -> list[floa
     return found
 
 
-def check_alike(found: Any, expected: Any, say: str) -> None:
-    like = dict(expected.named_parameters())
-    for name, param in found.named_parameters():
-        other = like[name]
-        assert param.requires_grad == other.requires_grad, (say, name)
-        assert param.placements == other.placements, (say, name)
-        check_same_bits({name: param.to_local()}, {name: other.to_local()}, say)
-
-
 def check_numbers(rank: int, changes: Changes, accumulates: bool, **options: Any) -> None:
     nets = [made(shard, changes, **options) for shard in (theirs, ours)]
     expected, found = (train(net, rank, changes, accumulates) for net in nets)
     say = f"{changes}, {accumulates=}, {options}"
     assert found == expected, say
     check_alike(nets[1], nets[0], say)
-
-
-def last_dim(param: nn.Parameter) -> Shard | None:
-    return Shard(-1) if param.ndim > 1 else None
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

@@ -35,7 +35,6 @@ from tests.lib.ranks.shared_ranks import on_ranks
 CHECKS = ("core/engine/tensor_parallel.py", "plain/fsdp2.py", "plain/fsdp2_model.py")
 
 WIDTH = 10
-STEPS = 3
 MICROBATCHES = 2
 Shards = Callable[..., Any]
 

@@ -23,7 +23,6 @@ from tests.lib.ranks.shared_ranks import on_ranks
 CHECKS = ("plain/mesh.py", "plain/sharded_params.py", "core/engine/tensor_parallel.py")
 
 WIDTH = 6
-STEPS = 2
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 joins_meshes = pytest.mark.skipif(TORCH < (2, 13), reason="torch joins no meshes")
 

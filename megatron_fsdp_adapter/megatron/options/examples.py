@@ -6,7 +6,6 @@ only adds `--use-megatron-fsdp` does not have their flags.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +70,10 @@ EXAMPLES = (
 """Optional ones. What a run needs is set (`settings.py`)."""
 
 
-def not_followed(args: Any, examples: Iterable[Example] = EXAMPLES) -> str:
-    """A title and a line for each of the `examples`; "" if parsed arguments follow any of them: a
+def not_followed(args: Any) -> str:
+    """A title and a line for each of `EXAMPLES`; "" if parsed arguments follow any of them: a
     run that has some of these flags has chosen."""
-    known = [one for one in examples if one.is_known(args)]
+    known = [one for one in EXAMPLES if one.is_known(args)]
     if not known or any(one.is_followed(args) for one in known):
         return ""
     width = max(len(one.flags) for one in known)

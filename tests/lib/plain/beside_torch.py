@@ -1,5 +1,5 @@
 """A few steps of training, with numbers to compare with those of torch's `fully_shard`; and
-parameters that are to be what torch's are."""
+parameters that are to be what torch's are. A model and a placement for such tests."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.lib.gpt.checks import check_same_bits
 
 STEPS = 3
+VOCAB = 20
+
+
+class TiedNet(nn.Module):
+    """Layers between an embedding and an output layer, which share a weight."""
+
+    def __init__(self, layer: Callable[[], nn.Module], layers: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        self.out = nn.Linear(width, VOCAB, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def last_dim(param: nn.Parameter) -> Shard | None:
+    """A `shard_placement_fn` that splits the last dim, of all but vectors."""
+    return Shard(-1) if param.ndim > 1 else None
 
 
 def norms_of(net: Any) -> list[float]:
     """The norm of all gradients, which are clipped; over several meshes that of each."""
-    params = [*net.parameters()]
+    params = [param for param in net.parameters() if param.grad is not None]
     if all(param.device_mesh == params[0].device_mesh for param in params):
         norm: Any = nn.utils.clip_grad_norm_(params, 0.5)
         return [norm.full_tensor().item()]
-    return [param.grad.norm().full_tensor().item() for param in params if param.grad is not None]
+    return [param.grad.norm().full_tensor().item() for param in params]
 
 
 def nothing() -> Sequence[float]:
@@ -76,6 +99,7 @@ def check_alike(found: Any, expected: Any, say: str = "") -> None:
     for name, param in found.named_parameters():
         like = others[name]
         assert type(param) is DTensor, (say, name)
+        assert param.requires_grad == like.requires_grad, (say, name)
         assert param.placements == like.placements, (say, name)
         assert param.device_mesh.mesh.equal(like.device_mesh.mesh), (say, name)
         assert param.device_mesh.mesh_dim_names == like.device_mesh.mesh_dim_names, (say, name)
