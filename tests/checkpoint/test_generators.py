@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
 from megatron_fsdp_adapter.megatron.checkpoint.generators import stored_place
-from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, DRIVERS
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, DRIVERS, LM
 from tests.lib.checkpoint import drivers
 from tests.lib.checkpoint.checkpoint_cases import same
 from tests.lib.checkpoint.drivers import CASE, asked_state, load_by_driver
@@ -72,6 +73,31 @@ def test_states_that_are_saved_have_a_place_for_each_expert_parallel_rank(
     with stand_ins({BRIDGE: {"get_rng_state": get_rng_state}}, rows) as made:
         found = made[BRIDGE].get_rng_state(of_each, ckpt_format, pg_collection=groups)
     assert found == expected
+
+
+def rng_state_of_lm(ckpt_format: str, tp_group: Any, pp_group: Any) -> Any:
+    """As Megatron-LM's `get_rng_state` (core_v0.16.1), without the states themselves. Its
+    `get_pg_rank` says 0 where a group is None."""
+    pp_rank = 0 if pp_group is None else pp_group.rank()
+    tp_rank = 0 if tp_group is None else tp_group.rank()
+    return {f"({pp_rank}, {tp_rank})": [1]}
+
+
+@pytest.mark.parametrize("groups", [(_Group(4, 3), _Group(2, 1)), (None, None)])
+def test_a_load_without_groups_asks_for_the_states_of_its_own_rank(
+    monkeypatch: pytest.MonkeyPatch, groups: tuple[Any, Any]
+) -> None:
+    """Megatron-LM's load passes none. Its save passes them."""
+    for name, rank in (
+        ("get_tensor_model_parallel_rank", 3),
+        ("get_pipeline_model_parallel_rank", 1),
+        ("get_expert_model_parallel_world_size", 1),
+        ("get_data_parallel_rank", 0),
+    ):
+        monkeypatch.setattr(parallel_state, name, lambda rank=rank, **_: rank)
+    rows = [row for row in DRIVERS if row.name == "get_rng_state"]
+    with stand_ins({LM: {"get_rng_state": rng_state_of_lm}}, rows) as made:
+        assert made[LM].get_rng_state("fsdp_dtensor", *groups) == {"(1, 3)": [1]}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ MODELS = {
     "experts-ep2-dp2": Model(f"{MOE} {EP2} --global-batch-size 8", world=4, last_digit=1),
     "tp2-dp2": Model(TP2, world=4),
     "pp2-dp2": Model(PP2, world=4),
+    "mtp pp2": Model(f"--mtp-num-layers 1 --position-embedding-type rope {PP2}", last_digit=1),
     "real data": Model(
         "--train-data-path {text}_train --valid-data-path {text}_valid "
         "--test-data-path {text}_valid"
@@ -158,6 +159,7 @@ LIKE_DDP = [
         for name in ("hybrid", "hybrid experts-ep2", "hybrid pp2-dp2")
         for flags in FOUR
     ),
+    ("mtp pp2", OURS),
     ("experts-ep2-dp2", f"{OURS} {DENSE_APART}"),
     ("experts-ep2-dp2", f"{OURS} {EXPERTS_APART}"),
     ("hybrid, older name", OURS),
@@ -172,6 +174,8 @@ RESUMES = {
     "dense": "FullyShardedDataParallel",
     "swiglu": "FullyShardedDataParallel",
     "experts": "FullyShardedDataParallel",
+    # Both stages hold the embedding. Megatron's own resume loses a part of the state.
+    "mtp pp2": "FullyShardedDataParallel",
     "hybrid experts-ep2": "FullyShardedDataParallel",
     "muon": "mlp.linear_fc1.weight",
     "lion": "Lion, as in megatron-core with adam_beta1 0.9",

@@ -30,10 +30,28 @@ def of_each_rank(original: Original, *args: Any, **kwargs: Any) -> Any:
     states = original(*args, **kwargs)
     if not isinstance(states, dict):
         return states  # another format
-    expert_ranks, dp_rank = _expert_ranks(inspect.signature(original).bind(*args, **kwargs))
+    call = inspect.signature(original).bind(*args, **kwargs)
+    states = _at_own_place(states, call)
+    expert_ranks, dp_rank = _expert_ranks(call)
     if expert_ranks == 1 or any(len(found) > 1 for found in states.values()):
         return states  # with `data_parallel_random_init` the list has the states of all ranks
     return {f"{place[:-1]}, {dp_rank})": found for place, found in states.items()}
+
+
+def _at_own_place(states: dict[str, Any], call: inspect.BoundArguments) -> dict[str, Any]:
+    """The states at the place of this pipeline and tensor-parallel rank.
+
+    Megatron-LM's load passes no groups, and then every rank asks for the states of place "(0, 0)"
+    (0.16.1 to main of August 2026). Its save passes them.
+    """
+    names = ("pp_group", "tp_group")
+    if not all(name in call.signature.parameters for name in names):
+        return states  # Megatron-Bridge always passes a collection of groups
+    if all(call.arguments.get(name) is not None for name in names):
+        return states
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    return {f"({pp_rank}, {tp_rank})": found for found in states.values()}
 
 
 def _expert_ranks(call: inspect.BoundArguments) -> tuple[int, int]:

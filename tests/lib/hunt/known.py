@@ -54,6 +54,9 @@ KNOWN = (
           "a block is called alone that is tied to the root; torch's function gives wrong outputs"),
     Known(r"wrong: .*\bcounting\b.*\bsave and load",
           "each rank has buffers of its own, and DCP stores those of one; torch's FSDP2 as well"),
+    Known(r"wrong: .*--mtp-num-layers .*--pipeline-model-parallel-size .*",
+          "Megatron's resume of MTP over stages loses state, other on 1 rank and on 2; ours is "
+          "the run that never stopped (tests/integration/test_megatron_lm.py, mtp pp2)"),
 )
 # fmt: on
 
