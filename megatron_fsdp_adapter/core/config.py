@@ -92,6 +92,8 @@ class MixedPrecisionPolicy:
         as_fsdp2: dtypes of gradients are those of torch's FSDP2. They accumulate in their
             parameter's dtype. Without `grad_comm_dtype` they are sent in the dtype in which
             backward computes them. Sums are scaled in the dtype that was sent, and cast after that.
+        fp32_sums: under `as_fsdp2`, sums over ranks are in float32, whatever dtype is sent.
+            Elsewhere `EngineConfig.reduce_scatter` says so.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -99,15 +101,18 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     as_fsdp2: bool = False
+    fp32_sums: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
+            if isinstance(dtype, bool):
+                continue
             allowed = list(POLICY_DTYPES)
             if self.as_fsdp2:
                 allowed += FURTHER_DTYPES
             elif name == "compute_dtype":
                 allowed.append(torch.float16)
-            if name != "as_fsdp2" and dtype not in allowed:
+            if dtype not in allowed:
                 raise ValueError(f"{name}={dtype}: unsupported. Use one of {allowed}")
 
     @property
@@ -117,6 +122,11 @@ class MixedPrecisionPolicy:
     @property
     def comm_dtype(self) -> torch.dtype:
         return self.grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which a reduction under `as_fsdp2` gives sums."""
+        return torch.float32 if self.fp32_sums else self.comm_dtype
 
     def of_params(self, own: torch.dtype, computed: torch.dtype) -> MixedPrecisionPolicy:
         """The policy of trained parameters in the dtype `own`, with compute weights in the dtype

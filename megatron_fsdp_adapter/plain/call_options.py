@@ -21,6 +21,9 @@ from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE, ShardDomain, WholeMesh
 from .mesh import MeshGroups, rank_count, whole_mesh
 
+FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
+"""Name of the argument that has sums of bfloat16 gradients in float32."""
+
 
 @dataclass(frozen=True, eq=False)
 class FullyShardOptions:
@@ -37,6 +40,8 @@ class FullyShardOptions:
         pins: whether that memory is page-locked, so that copies need not wait.
         device_type: type of the devices that have the shards.
         whole: the mesh of parameters that are DTensors over data-parallel dims, too.
+        fp32_sums: whether sums of gradients over ranks are in float32, although they are sent in
+            bfloat16.
     """
 
     groups: MeshGroups
@@ -50,9 +55,16 @@ class FullyShardOptions:
     whole: WholeMesh | None = None
     pins: bool = False
     kept_over: int | None = None
+    fp32_sums: bool = False
 
     def __post_init__(self) -> None:
         _ = self.grads_policy  # raises for dtypes that weights or gradients cannot have
+        if self.fp32_sums and self.policy.reduce_dtype != torch.bfloat16:
+            raise ValueError(
+                f"{FP32_SUMS}=True with mp_policy.reduce_dtype={self.policy.reduce_dtype}: "
+                "supports only gradients that are sent in bfloat16. Set "
+                "reduce_dtype=torch.bfloat16, or leave the argument out"
+            )
         if self.kept_over is not None:
             fewer_ranks(self.groups[0], self.kept_over)
 
@@ -84,6 +96,7 @@ class FullyShardOptions:
             grad_comm_dtype=given.reduce_dtype,
             compute_dtype=given.param_dtype,
             as_fsdp2=True,
+            fp32_sums=self.fp32_sums,
         )
 
     def keep(self, rows: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,8 @@ def described(root: nn.Module, engine: FsdpEngine) -> str:
     computed = _listed(group.key.dtype for group in engine.groups)
     trained = [group for group in engine.groups if group.key.requires_grad]
     reduced = _listed(group.config.policy.comm_dtype for group in trained)
+    if any(group.config.policy.fp32_sums for group in trained):
+        reduced += ", summed in float32"
     return (
         f"{type(root).__name__.removeprefix('FSDP')} has {units} over {ranks}, "
         f"{here / GIB:.3f} of {whole / GIB:.3f} GiB of parameters on each; parameters in {own}, "

@@ -38,7 +38,7 @@ from ..core.problems import raise_problems
 from ..plan.module_problems import TRAINED_DTYPES, module_problems
 from ..state.not_copyable import NotCopyable
 from . import extended
-from .call_options import FullyShardOptions, resharding
+from .call_options import FP32_SUMS, FullyShardOptions, resharding
 from .casts import cast
 from .feedback import note_sharding
 from .fsdp2_model import (
@@ -205,9 +205,16 @@ class FSDP2Module(NotCopyable, FSDPModule):
 
         It gets means over the ranks, before they are added to `.grad`: after each reduction, or
         with replicas once a step, after the reduction over these. It runs in the stream of
-        reductions, or in `stream`. ValueError for a `stream` with replicas.
+        reductions, or in `stream`. ValueError for a `stream` with replicas, and for sums in float32
+        without replicas.
         """
         mark = mark_on(self)
+        if mark.options.fp32_sums and mark.options.groups[1] is None:
+            raise ValueError(
+                f"set_all_reduce_hook: the module was sharded with {FP32_SUMS}=True, which adds "
+                "sums to .grad as it makes them. Leave that argument out for this module, or "
+                "change .grad after the backward"
+            )
         if stream is not None and mark.options.groups[1] is not None:
             raise ValueError(
                 f"stream={stream}: the mesh has replicas, and the hook runs in the stream of the "
@@ -305,6 +312,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
 ) -> Any:
     """Makes `module` a unit of a sharded model, in place, like torch's function of this name.
 
@@ -327,6 +335,8 @@ def fully_shard(
         ignored_params: are left as they are.
         dp_mesh_dims: which dims of a larger mesh are shards and replicas. Parameters are DTensors
             over the whole mesh, replicated over these dims.
+        reduce_scatter_with_fp32_accumulation: gradients, which `mp_policy` sends in bfloat16, are
+            summed over ranks in float32. Torch's function has no such argument.
 
     Returns:
         `module`, whose class is a subclass of its own one and of torch's `FSDPModule`.
@@ -351,6 +361,7 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         device_type=device_type_of(mesh),
         whole=whole_mesh(mesh, dp_mesh_dims),
+        fp32_sums=reduce_scatter_with_fp32_accumulation,
     )
     # All are checked before one is changed.
     placed = OwnPlaces({}, {})

@@ -178,7 +178,7 @@ class GradBuffers:
         # adds them to gradients, or casts them.
         self.partial: ShardedBuffer | None = None
         if policy.as_fsdp2 and outer and not shards.splits_outer and not self.is_kept:
-            self.partial = shards.buffer(shards.inner, self.bucket.dtype)
+            self.partial = shards.buffer(shards.inner, policy.sum_dtype)
         # The buffer that backward's gradients are written to.
         self.collected = self.main if self.is_kept else self.bucket
         writers = [entry.writer for entry in managed]

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair, Reduce
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.communicator import (
+    REDUCE_SCATTER,
+    Communicator,
+    Pair,
+    Reduce,
+)
 from megatron_fsdp_adapter.core.config import FURTHER_DTYPES, EngineConfig
 
 from .buffer import FlatBuffer, copies_to
@@ -63,8 +69,17 @@ class DomainReduce:
         before = 1.0
         if policy.as_fsdp2 and comm in FURTHER_DTYPES:
             before = part_before_sum(scale)
-        same = comm == main
-        return replace(self, writes_main=same, scale=scale / before, scaled=scaled, before=before)
+        way = self.way
+        if policy.fp32_sums and way is REDUCE_SCATTER:
+            way = ALL_TO_ALL_SUM
+        return replace(
+            self,
+            way=way,
+            writes_main=comm == main,
+            scale=scale / before,
+            scaled=scaled,
+            before=before,
+        )
 
     def to_partial(self, dtype: torch.dtype) -> DomainReduce:
         """This way, if it gives sums in `dtype` that are still to be reduced over an outer axis. As

@@ -26,9 +26,12 @@ def sum_rows(
 ) -> None:
     """`output` (n) becomes, or with `accumulate` grows by, `scale` times the sum of `rows` (r, n).
 
-    Both may be float32 or bfloat16; additions are in float32, the result is rounded once.
+    Both may be float32 or bfloat16; additions are in float32, the result is rounded once. To an
+    output in float64 sums are added in that.
     """
-    run = _kernel(rows.device) if rows.is_cuda else None
+    run = None
+    if rows.is_cuda and output.dtype != torch.float64:
+        run = _kernel(rows.device)
     if run is None:
         run = _by_torch
     run(rows, output, scale, accumulate)
