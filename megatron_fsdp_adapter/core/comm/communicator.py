@@ -80,6 +80,8 @@ class Communicator:
     """The name of what the next collectives carry, for messages about their failure."""
     log: LaunchLog | None = None
     """The log that notes the next collectives; None before the first one that is noted."""
+    averages = False
+    """True if a reduce-scatter can divide sums by the number of ranks, at no cost."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -88,6 +90,7 @@ class Communicator:
         self.rank: int = dist.get_rank(group)  # in the group
         self.ranks = dist.get_process_group_ranks(group)  # global ones
         self.stream_ordered = is_stream_ordered(group, device)
+        self.averages = self.stream_ordered and self.size > 1
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         """Launches the collective of that name with each pair. Returns the handles of those that
@@ -114,13 +117,15 @@ class Communicator:
         this rank's slice of the output."""
         return self.launch("all_gather", pairs)
 
-    def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
-        """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
-        this rank's slice of the input.
+    def reduce_scatter(self, pairs: Sequence[Pair], average: bool = False) -> list[Any]:
+        """Sums, which an `average` divides by the number of ranks, if that `averages`. Each pair is
+        (output of n elements, input of n * size elements); the output may be this rank's slice of
+        the input.
 
-        NCCL could scale what it adds up (PREMUL_SUM), but torch 2.11 then multiplies bf16 by zero.
+        NCCL could scale by other factors (PREMUL_SUM), but torch 2.11 then multiplies bf16 by zero.
         """
-        return self.launch("reduce_scatter", pairs)
+        options = {"op": dist.ReduceOp.AVG} if average else {}
+        return self.launch("reduce_scatter", pairs, **options)
 
     def all_to_all(
         self,
@@ -263,14 +268,18 @@ def _reduce_all(communicator: Communicator, parts: Sequence[Any]) -> list[Any]:
     return communicator.all_reduce(segments)
 
 
-def _scatter_all(communicator: Communicator, parts: Sequence[Any]) -> list[Any]:
+def _scatter_all(
+    communicator: Communicator, parts: Sequence[Any], average: bool = False
+) -> list[Any]:
     pairs = []
     for part in parts:
         pairs += part.pairs
-    return communicator.reduce_scatter(pairs)
+    return communicator.reduce_scatter(pairs, average)
 
 
 ALONE = Reduce("alone", lambda communicator, parts: [])
 """One rank has everything, which is scaled where it lies."""
 ALL_REDUCE = Reduce("all_reduce", _reduce_all)
 REDUCE_SCATTER = Reduce("reduce_scatter", _scatter_all)
+AVERAGE = Reduce("average", functools.partial(_scatter_all, average=True))
+"""A reduce-scatter of communicators that can average."""

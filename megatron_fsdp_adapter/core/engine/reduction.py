@@ -11,6 +11,7 @@ import torch
 
 from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.comm.communicator import (
+    AVERAGE,
     REDUCE_SCATTER,
     Communicator,
     Pair,
@@ -72,6 +73,9 @@ class DomainReduce:
         way = self.way
         if policy.fp32_sums and way is REDUCE_SCATTER:
             way = ALL_TO_ALL_SUM
+        elif self._may_average(config, scaled, scale):
+            way = AVERAGE
+            scale = 1.0
         return replace(
             self,
             way=way,
@@ -80,6 +84,16 @@ class DomainReduce:
             scaled=scaled,
             before=before,
         )
+
+    def _may_average(self, config: EngineConfig, scaled: Scaled, scale: float) -> bool:
+        """True if the collective may apply the factor. It does under torch's FSDP2, in these
+        dtypes: a pass over the sums less."""
+        policy = config.policy
+        if self.way is not REDUCE_SCATTER or not self.communicator.averages:
+            return False
+        is_as_there = policy.as_fsdp2 and policy.comm_dtype not in FURTHER_DTYPES
+        is_mean = scaled is Scaled.RESULT and scale == 1.0 / self.communicator.size
+        return is_as_there and is_mean
 
     def to_partial(self, dtype: torch.dtype) -> DomainReduce:
         """This way, if it gives sums in `dtype` that are still to be reduced over an outer axis. As
