@@ -43,16 +43,41 @@ def _mesh_of_cpus(*args: Any, **kwargs: Any) -> Any:
     return torch.distributed.DeviceMesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
 
 
-def bundled_wrapper(config: Any, ddp_config: Any, module: Any, place: Place) -> Any:
-    """`module` in core's FullyShardedDataParallel."""
+def bundled_wrapper(
+    config: Any, ddp_config: Any, module: Any, place: Place, version: int = 1
+) -> Any:
+    """`module` in core's FullyShardedDataParallel.
+
+    version: 2 for its rewrite. ValueError if this core has none."""
+    arguments: dict[str, Any] = {}
+    if version == 2:
+        arguments["pg_collection"] = _groups_of_rewrite(ddp_config)
     if place.device.type != "cuda":
         _let_run_on_cpu()
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     with side_stream(place):
         wrapped = FullyShardedDataParallel(
-            config=config, ddp_config=ddp_config, module=module, device=place.device
+            config=config,
+            ddp_config=ddp_config,
+            module=module,
+            device=place.device,
+            **arguments,
         )
     if place.device.type == "cuda":
         torch.cuda.synchronize()
     return wrapped
+
+
+def _groups_of_rewrite(ddp_config: Any) -> Any:
+    """Selects the rewrite in `ddp_config`, and returns the process groups that it asks for."""
+    from megatron.core import __version__
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not hasattr(ddp_config, "megatron_fsdp_version"):
+        raise ValueError(
+            f"bundled-v2: megatron-core {__version__} has no megatron_fsdp_version. Use 0.20 or "
+            "Megatron-LM's main branch"
+        )
+    ddp_config.megatron_fsdp_version = 2
+    return ProcessGroupCollection.use_mpu_process_groups()

@@ -71,6 +71,7 @@ KINDS: dict[str, Kind] = {
     "floor-graph": Kind("the floor in one CUDA graph", captures=STEP),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "bundled": Kind("megatron-core's own FSDP", ALL, ZERO_3),
+    "bundled-v2": Kind("the rewrite of megatron-core's own FSDP (core 0.20)", ZERO_3, ZERO_3),
 }
 
 RECIPES = ("tensorwise", "delayed", "blockwise")

@@ -7,6 +7,7 @@ forward-backward schedule, with AdamW and the same clipping, and with float32 gr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from lib.loop import forward_step
 from lib.options import Options
 
 Batch = dict[str, torch.Tensor]
+
+REWRITE = "bundled-v2"
+"""The kind of the rewrite of core's own FSDP."""
 
 
 @dataclass
@@ -115,10 +119,12 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
     """
     ours = subject.is_ours
     is_ddp = subject.kind == "ddp"
-    is_fsdp = ours or subject.kind == "bundled"
+    is_rewrite = subject.kind == REWRITE
+    is_fsdp = ours or subject.kind == "bundled" or is_rewrite
     uses_core_optimizer = is_fsdp or is_ddp
     common = {
-        "use_distributed_optimizer": uses_core_optimizer,
+        # The rewrite has an optimizer of its own in place of it.
+        "use_distributed_optimizer": uses_core_optimizer and not is_rewrite,
         "overlap_grad_reduce": uses_core_optimizer,
         "overlap_param_gather": uses_core_optimizer,
         "use_megatron_fsdp": is_fsdp,
@@ -129,7 +135,9 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         "ddp_bucket_size": options.ddp_bucket_size if is_ddp else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers without token counts compute the same gradients with the latter.
-        "calculate_per_token_loss": options.calculate_per_token_loss and uses_core_optimizer,
+        "calculate_per_token_loss": (
+            options.calculate_per_token_loss and uses_core_optimizer and not is_rewrite
+        ),
         "fsdp_unsharded_budget_gib": subject.budget,
         "ckpt_format": None,
         "data_parallel_sharding_strategy": subject.strategy or "optim_grads_params",
@@ -206,21 +214,27 @@ def _floor(subject: Subject, options: Options, place: Place) -> Runner:
     return Runner(subject, options, model, lambda: model.zero_grad(set_to_none=True))
 
 
-def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -> Any:
-    """The model in megatron-core's own FSDP."""
+def _bundled_wrapper(
+    options: Options, config: Any, module: Any, place: Place, version: int = 1
+) -> Any:
+    """The model in megatron-core's own FSDP, or in its rewrite, version 2."""
     from lib.bench_bundled import bundled_wrapper
 
     ddp = training.ddp_config(options)
     ddp.preserve_fp32_weights = True  # our config leaves that to newer fields
     ddp.grad_reduce_in_fp32 = not options.grad_reduce_in_bf16
-    return bundled_wrapper(config, ddp, module, place)
+    return bundled_wrapper(config, ddp, module, place, version)
 
 
 def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
     """Ours, core's DDP or core's own FSDP, with core's optimizer."""
     config = model_config(subject, options)
     module = training.build_model(options, config, place)
-    wrap = _bundled_wrapper if subject.kind == "bundled" else training.wrap
+    wrappers: dict[str, Callable[..., Any]] = {
+        "bundled": _bundled_wrapper,
+        REWRITE: functools.partial(_bundled_wrapper, version=2),
+    }
+    wrap = wrappers.get(subject.kind, training.wrap)
     model = wrap(options, config, module, place)
     model.train()
     optimizer = training.build_optimizer(options, model)
