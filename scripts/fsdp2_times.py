@@ -4,9 +4,11 @@ turns in one process.
     torchrun --nproc-per-node 2 scripts/fsdp2_times.py --shape 8b --layers 12 --rounds 2
 
 The model is Llama-shaped. Parameters are float32, compute is in bf16, gradients are reduced in
-float32 and clipped, and the optimizer is `AdamW(fused=True)`. Before the steps it prints the times
-of gathers and reductions of one layer: in one piece, and in a piece for each parameter. Without a
-GPU (`--shape tiny`) times tell nothing.
+float32 and clipped, and the optimizer is `AdamW(fused=True)`. "fp32_sums" sends gradients in bf16
+and sums them in float32. "floor" is forward and backward of the model in bf16 alone, on one rank.
+Before the steps it prints the times of gathers and reductions of one layer: in one piece, and in a
+piece for each parameter. With `--parts` it profiles one more step of each side, and prints what its
+kernels do. Without a GPU (`--shape tiny`) times tell nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lib.step_parts import NORM, OPTIMIZER, as_text, measured, named
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -113,12 +116,20 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def by_calls(shard: Any, net: Any, mesh: DeviceMesh) -> Any:
+def by_calls(
+    shard: Any, net: Any, mesh: DeviceMesh, reduces: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """`net`, sharded by a call for each layer and one for the model."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduces)
     for layer in net.layers:
-        shard(layer, mesh=mesh, mp_policy=policy)
-    return shard(net, mesh=mesh, mp_policy=policy)
+        shard(layer, mesh=mesh, mp_policy=policy, **options)
+    return shard(net, mesh=mesh, mp_policy=policy, **options)
+
+
+def with_fp32_sums(net: Any, mesh: DeviceMesh) -> Any:
+    """`net`, sharded by calls of `fully_shard` that send gradients in bf16."""
+    options = {"reduce_scatter_with_fp32_accumulation": True}
+    return by_calls(fully_shard, net, mesh, torch.bfloat16, **options)
 
 
 def packed(net: Any, mesh: DeviceMesh) -> Any:
@@ -136,7 +147,24 @@ SIDES: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "torch": lambda net, mesh: by_calls(torchs_fully_shard, net, mesh),
     "fully_shard_model": packed,
     "fully_shard": lambda net, mesh: by_calls(fully_shard, net, mesh),
+    "fp32_sums": with_fp32_sums,
+    "floor": lambda net, mesh: net.bfloat16(),
 }
+
+
+def gathered(full: torch.Tensor, other: torch.Tensor, part: int, group: Any) -> None:
+    """Gathers the first `part` elements of `other` into `full`."""
+    dist.all_gather_into_tensor(full, other[:part], group=group)
+
+
+def reduced(full: torch.Tensor, other: torch.Tensor, part: int, group: Any) -> None:
+    """Reduces `full` into the first `part` elements of `other`."""
+    dist.reduce_scatter_tensor(other[:part], full, group=group)
+
+
+def exchanged(full: torch.Tensor, other: torch.Tensor, part: int, group: Any) -> None:
+    """Sends each rank its part of `full`, and receives theirs into `other`."""
+    dist.all_to_all_single(other, full, group=group)
 
 
 class Bench:
@@ -166,30 +194,44 @@ class Bench:
         return torch.randint(0, VOCAB, size, generator=generator).to(self.device)
 
     def collectives(self) -> None:
-        """Prints times of gathers and reductions of a layer, in one piece and in several."""
+        """Prints times of gathers, reductions and exchanges of a layer, in one piece and in
+        several. Exchanges of several pieces are launched one by one, or together."""
         whole = sum(self.shape.numels)
         for pieces in ([whole], self.shape.numels):
-            gather = self._timed(torch.bfloat16, pieces, gathers=True)
-            reduce = self._timed(torch.float32, pieces, gathers=False)
-            self.say(f"{len(pieces)} pieces: gather {gather:.3f} ms, reduce {reduce:.3f} ms")
+            gather = self._timed(torch.bfloat16, pieces, gathered)
+            reduce = self._timed(torch.float32, pieces, reduced)
+            single = self._timed(torch.bfloat16, pieces, exchanged, together=False)
+            joined = self._timed(torch.bfloat16, pieces, exchanged)
+            self.say(
+                f"{len(pieces)} pieces: gather {gather:.3f} ms, reduce {reduce:.3f} ms, "
+                f"exchange {single:.3f} ms, together {joined:.3f} ms"
+            )
 
-    def _timed(self, dtype: torch.dtype, pieces: Sequence[int], gathers: bool) -> float:
+    def _timed(
+        self,
+        dtype: torch.dtype,
+        pieces: Sequence[int],
+        launch_one: Callable[..., Any],
+        together: bool = True,
+    ) -> float:
         group = self.mesh.get_group()
         ranks = self.mesh.size()
         full = torch.empty(sum(pieces), dtype=dtype, device=self.device)
-        part = torch.empty(full.numel() // ranks, dtype=dtype, device=self.device)
+        other = torch.empty_like(full)
+
+        def launch_each() -> None:
+            begin = 0
+            for numel in pieces:
+                end = begin + numel
+                launch_one(full[begin:end], other[begin:end], numel // ranks, group)
+                begin = end
 
         def launch() -> None:
+            if not together:
+                launch_each()
+                return
             with dist._coalescing_manager(group, device=self.device, async_ops=True) as work:
-                begin = 0
-                for numel in pieces:
-                    end = begin + numel
-                    all_of_it, own = full[begin:end], part[begin // ranks : end // ranks]
-                    if gathers:
-                        dist.all_gather_into_tensor(all_of_it, own, group=group)
-                    else:
-                        dist.reduce_scatter_tensor(own, all_of_it, group=group)
-                    begin = end
+                launch_each()
             work.wait()
 
         for _ in range(WARM_UP):
@@ -217,26 +259,36 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         times = []
         losses = []
+
+        def step() -> None:
+            for tokens in batches:
+                loss = net(tokens)
+                (loss / len(batches)).backward()
+            if side != "floor":
+                with named(NORM):
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                with named(OPTIMIZER):
+                    optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
         for _ in range(self.options.steps + WARM_UP):
             batches = [self.tokens(generator) for _ in range(self.options.microbatches)]
             self.wait()
             dist.barrier()
             begin = time.perf_counter()
-            for tokens in batches:
-                loss = net(tokens)
-                (loss / len(batches)).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
             self.wait()
             times.append(1000 * (time.perf_counter() - begin))
-            losses.append(loss.item())
         counted = times[WARM_UP:]
         peak = torch.cuda.max_memory_allocated() / 2**30 if self.has_gpu else 0.0
         self.say(
             f"{side:18} {statistics.median(counted):8.1f} ({min(counted):.1f}-{max(counted):.1f}) "
-            f"ms, {peak:.2f} GiB, losses {losses[0]:.5f} to {losses[-1]:.5f}"
+            f"ms, {peak:.2f} GiB, losses {losses[0].item():.5f} to {losses[-1].item():.5f}"
         )
+        if self.options.parts:
+            dist.barrier()
+            self.say(f"  ms of kernels: {as_text(measured(step))}")
 
     def forget(self) -> None:
         """Frees what the last side has left."""
@@ -252,6 +304,10 @@ def main(arguments: Sequence[str]) -> int:
     for name, number in (("layers", 12), ("microbatches", 1), ("steps", 8), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=number, help="default %(default)s")
     parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--parts", action="store_true", help="profile a step of each side")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all"
+    )
     options = parser.parse_args(arguments)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     bench = Bench(options)
@@ -259,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
     if bench.has_gpu:
         bench.collectives()
     for _ in range(options.rounds):
-        for side in SIDES:
+        for side in options.sides:
             bench.train(side)
             bench.forget()
     dist.destroy_process_group()
