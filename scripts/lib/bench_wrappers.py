@@ -123,8 +123,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
     is_fsdp = ours or subject.kind == "bundled" or is_rewrite
     uses_core_optimizer = is_fsdp or is_ddp
     common = {
-        # The rewrite has an optimizer of its own in place of it.
-        "use_distributed_optimizer": uses_core_optimizer and not is_rewrite,
+        "use_distributed_optimizer": uses_core_optimizer,
         "overlap_grad_reduce": uses_core_optimizer,
         "overlap_param_gather": uses_core_optimizer,
         "use_megatron_fsdp": is_fsdp,
@@ -146,7 +145,10 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         common["megatron_fsdp_enable_fine_grained_param_gather"] = False
         common["suggested_communication_unit_size"] = None
     changed = dataclasses.replace(options, **{**common, **subject.options()})
-    return validated(changed, machine or this_machine())[0]
+    found, *_ = validated(changed, machine or this_machine())
+    if is_rewrite:  # Megatron's FSDP turns it on
+        found = dataclasses.replace(found, use_distributed_optimizer=False)
+    return found
 
 
 def build(subject: Subject, options: Options, place: Place) -> Runner:

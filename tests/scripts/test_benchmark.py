@@ -281,7 +281,8 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
         has_fp8_weights = "fp8w" in precision
         assert chosen.fp8_param_gather is has_fp8_weights
         assert ddp.fp8_param_gather is has_fp8_weights
-        assert ddp.use_distributed_optimizer is not (subject.is_floor or kind == "fsdp2")
+        has_its_own = subject.is_floor or kind in ("fsdp2", "bundled-v2")
+        assert ddp.use_distributed_optimizer is not has_its_own
         if subject.is_ours:
             rules = (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES)
             assert problems(Joined(ddp, config), rules) == []
