@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.lib.matrix import cells
 from tests.lib.matrix.cover import Space
-from tests.lib.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule
+from tests.lib.matrix.table import (
+    ARRAYS,
+    DIMENSIONS,
+    MEANING,
+    REFERENCE,
+    RULES,
+    TRIPLES,
+    Rule,
+    cell_named,
+)
 
 CHECKS = ("megatron/options/support.py",)
 
@@ -19,6 +29,22 @@ def test_cells_have_every_possible_pair_and_no_other() -> None:
     """Each name is that of its cell."""
     outdated = "run `python -m tests.lib.matrix.cells`"
     assert json.loads(cells.FILE.read_text()) == cells.computed(), outdated
+
+
+def test_triples_of_graphs_and_what_stays_unsharded_are_in_cells() -> None:
+    """Checked one by one, and not by what finds the cells."""
+    assert set(TRIPLES) <= set(ARRAYS)
+    for array, wanted in TRIPLES.items():
+        there = [cell_named(name) for name in cells.names(array)]
+        missing = []
+        for names in itertools.combinations(wanted, 3):
+            for values in itertools.product(*(wanted[name] for name in names)):
+                triple = dict(zip(names, values, strict=True))
+                if not any(triple.items() <= cell.items() for cell in there):
+                    missing.append(triple)
+        # An iteration is captured before a budget is found.
+        assert all((one.get("graph"), one.get("kept")) == ("on", "found") for one in missing)
+        assert missing
 
 
 def _reversed(rule: Rule) -> Rule:

@@ -1,7 +1,7 @@
 """The covering arrays, kept in `cells.json`, a list of names for each.
 
 `python -m tests.lib.matrix.cells`, after a change of the table, leaves out what is no longer
-possible, and adds cells for pairs that are in none.
+possible, and adds cells for pairs, and chosen triples, that are in none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .cover import Space, covering_array
-from .table import ARRAYS, DIMENSIONS, RULES, Value, cell_named, name_of
+from .table import ARRAYS, DIMENSIONS, RULES, TRIPLES, Value, cell_named, name_of
 
 FILE = Path(__file__).parent / "cells.json"
 BEGINS_WITH = {"gpu": "gpu_dp"}
@@ -23,7 +23,7 @@ Cells = list[dict[str, Value]]
 
 @functools.cache
 def space(array: str) -> Space:
-    return Space(DIMENSIONS, RULES, ARRAYS[array])
+    return Space(DIMENSIONS, RULES, ARRAYS[array], TRIPLES.get(array, {}))
 
 
 def computed() -> dict[str, list[str]]:

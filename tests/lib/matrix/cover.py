@@ -1,4 +1,5 @@
 """Pairwise covering arrays under constraints: every pair of values that a cell can have is in one.
+Of chosen dimensions, so is every triple of values.
 
 A cell is completed by backtracking, with each rule looked at as soon as all that it reads is there.
 A cell that is added takes missing pairs in a random order, each if the cell can be completed with
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 
@@ -18,14 +19,19 @@ from .table import Cell, Rule, Value
 Pair = tuple[str, Value, str, Value]
 """Dimension and value, twice; the dimensions in the order of the table."""
 
+Triple = tuple[tuple[str, Value], ...]
+"""Dimension and value, three times; the dimensions in the order of the space's `triples`."""
+
 
 @dataclass(frozen=True)
 class Space:
-    """All cells of some dimensions, with some of them fixed, that break no rule."""
+    """All cells of some dimensions, with some of them fixed, that break no rule. triples: the
+    dimensions and values of which every triple is wanted."""
 
     dimensions: Mapping[str, tuple[Value, ...]]
     rules: Sequence[Rule]
     fixed: Mapping[str, Value]
+    triples: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
 
     @cached_property
     def free(self) -> list[str]:
@@ -97,22 +103,52 @@ class Space:
     def possible_pairs(self) -> list[Pair]:
         return [p for p in self.all_pairs if self.complete({p[0]: p[1], p[2]: p[3]}) is not None]
 
+    @cached_property
+    def possible_triples(self) -> list[Triple]:
+        found = []
+        for names in combinations(self.triples, 3):
+            for values in product(*(self.triples[name] for name in names)):
+                triple = tuple(zip(names, values, strict=True))
+                if self.complete(dict(triple)) is not None:
+                    found.append(triple)
+        return found
+
 
 def covered(cells: Iterable[Cell], space: Space) -> set[Pair]:
     """The pairs that occur in some cells."""
     return {(a, cell[a], b, cell[b]) for cell in cells for a, b in combinations(space.free, 2)}
 
 
+def covered_triples(cells: Iterable[Cell], space: Space) -> set[Triple]:
+    """The triples of the space that occur in some cells."""
+    found = set()
+    for cell in cells:
+        for names in combinations(space.triples, 3):
+            found.add(tuple((name, cell[name]) for name in names))
+    return found & set(space.possible_triples)
+
+
 def covering_array(space: Space, begin: Iterable[Cell] = ()) -> list[dict[str, Value]]:
-    """The cells of `begin` that are possible, and more until every possible pair occurs; the same
-    for the same arguments."""
+    """The cells of `begin` that are possible, and more until every possible pair occurs, and every
+    triple that is wanted; the same for the same arguments."""
     rows = [row for cell in begin if (row := space.complete(cell)) is not None]
     draw = random.Random(0)
     while missing := set(space.possible_pairs) - covered(rows, space):
-        row: Cell = {}
-        for a, x, b, y in draw.sample(sorted(missing, key=repr), len(missing)):
-            grown = {**row, a: x, b: y}
-            if row.items() <= grown.items() and space.complete(grown) is not None:
-                row = grown
-        rows.append(space.complete(row))
+        pairs = [((a, x), (b, y)) for a, x, b, y in sorted(missing, key=repr)]
+        rows.append(_row_with(space, draw.sample(pairs, len(pairs))))
+    while left := set(space.possible_triples) - covered_triples(rows, space):
+        triples = sorted(left, key=repr)
+        rows.append(_row_with(space, draw.sample(triples, len(triples))))
     return rows
+
+
+def _row_with(space: Space, wanted: Iterable[Triple]) -> dict[str, Value]:
+    """A possible cell with as many of `wanted` as can be had one after the other."""
+    row: dict[str, Value] = {}
+    for one in wanted:
+        grown = {**row, **dict(one)}
+        if row.items() <= grown.items() and space.complete(grown) is not None:
+            row = grown
+    found = space.complete(row)
+    assert found is not None
+    return found

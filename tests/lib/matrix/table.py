@@ -115,6 +115,17 @@ ARRAYS: Mapping[str, Cell] = {
 chosen; `gpu`, which begins with its cells, has the model-parallel axes too, which leave one rank to
 shard over."""
 
+TRIPLES: Mapping[str, Mapping[str, tuple[Value, ...]]] = {
+    "gpu_dp": {
+        "graph": DIMENSIONS["graph"],
+        "microbatches": DIMENSIONS["microbatches"],
+        "kept": DIMENSIONS["kept"],
+        "precision": ("bf16", "fp8_tensorwise", "fp8w_tensorwise", "fp8w_blockwise"),
+    }
+}
+"""Of an array, the dimensions and values of which every possible triple is in a cell: a captured
+layer writes to fixed addresses, where units that stay unsharded add up microbatches."""
+
 WITH_EXPERTS = ("moe", "te_grouped")
 
 
