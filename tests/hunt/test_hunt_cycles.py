@@ -78,8 +78,7 @@ def test_flags_are_drawn_with_those_that_they_need_and_without_those_that_they_e
             seen.update(words)
             has_experts = "--num-experts" in words
             assert has_experts or "--expert-model-parallel-size" not in words
-            if has_experts and "--tensor-model-parallel-size" in words:
-                assert "--sequence-parallel" in words
+            assert not has_experts or "--tensor-model-parallel-size" not in words
             assert stage.world > 1 or not any("parallel-size" in word for word in words)
         assert "--use-checkpoint-args" not in stages_of(cycle)[0].flags
     assert {"--expert-model-parallel-size", "--use-checkpoint-args", "--num-experts"} <= seen
@@ -131,6 +130,21 @@ def test_a_cycle_is_judged(stock: list[Run], ours: list[Run], outcome: str) -> N
     is_invalid = outcome == verdict.INVALID
     found = verdict_of_cycle(stages, Done(stock), Done(stock if is_invalid else ours))
     assert found.outcome == outcome
+
+
+def test_norms_that_megatron_counts_once_a_replica_are_left_out() -> None:
+    """Only those: with bf16 and two optimizer instances, stock's norm is sqrt(2) of the model's."""
+    flags = "--bf16", "--num-distributed-optimizer-instances 2"
+    line = "iteration 1/ 4 | lm loss: {loss} | params norm: {norm} |"
+    stock = Done([Run(0, line.format(loss=5.0, norm=27.2))])
+    for given, loss, outcome in (
+        (flags, 5.0, verdict.OK),
+        (flags, 6.0, verdict.WRONG),
+        (flags[:1], 5.0, verdict.WRONG),
+    ):
+        ours = Done([Run(0, line.format(loss=loss, norm=19.2))])
+        found = verdict_of_cycle([Stage("optim", 2, "exit", given)], stock, ours)
+        assert found.outcome == outcome
 
 
 @pytest.mark.parametrize(

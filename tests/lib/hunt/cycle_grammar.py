@@ -115,7 +115,6 @@ RUNS = (
 
 LAYOUTS = (
     Flags("--tensor-model-parallel-size 2", 1, excludes="--num-experts"),
-    Flags("--tensor-model-parallel-size 2 --sequence-parallel", 1),
     Flags("--pipeline-model-parallel-size 2", 1),
     Flags(
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 1.5,
