@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .megatron.wrapper.adapter import FullyShardedDataParallel
     from .megatron.wrapper.process_groups import create_all_gather_groups
     from .plain.as_megatron_fsdp import use_as_megatron_fsdp
+    from .plain.elastic import elastic_optimizer
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model
     from .plain.optimizer import fully_shard_optimizer
@@ -36,6 +37,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "core.config",
     "apply_fsdp_overrides": "launch.bridge",
     "create_all_gather_groups": "megatron.wrapper.process_groups",
+    "elastic_optimizer": "plain.elastic",
     "enable_cpu_mode": "launch.cpu_mode",
     "export_shards": "rollout.export",
     "export_weights": "rollout.export",
@@ -58,6 +60,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "apply_fsdp_overrides",
     "create_all_gather_groups",
+    "elastic_optimizer",
     "enable_cpu_mode",
     "export_shards",
     "export_weights",

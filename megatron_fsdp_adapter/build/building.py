@@ -18,10 +18,12 @@ from ..core.config import EngineConfig
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import laid_out
 from ..core.engine.partition import UnitPlan
+from ..core.problems import raise_problems
 from ..core.runtime.device import make_runtime
 from ..core.topology import Domains, ShardDomain
 from .fault_report import FaultReport
 from .materialize import InitializerOf, materializer
+from .replicas import replica_problems
 from .same_model import verify_same_model
 
 Engine = TypeVar("Engine", bound=FsdpEngine)
@@ -77,6 +79,7 @@ def build_engine(
     # On whatever stream: core makes another one the current one while it builds the first model
     # whose layers are to be captured, and what it has initialized before may still be queued.
     runtime.synchronize()
+    raise_problems(subject, list(replica_problems(plans, domains, config)))
     plans = laid_out(plans, domains, config)
     verify_same_model(subject, plans, config, domains)
     watch = watch_world()

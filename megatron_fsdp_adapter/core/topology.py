@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp_adapter.core.comm.managed import Manages
+
 DENSE = "dense"
 EXPERT = "expert"
 SHARD_DIM = "dp_cp"
@@ -76,6 +78,8 @@ class ShardDomain:
     outer: a second data-parallel axis, across which shards are replicated or split again; None
         without one.
     whole: the mesh of parameters that are DTensors over data-parallel dims, too; None without such.
+    manager: torchft's, if this job is one of several replicas that may die and come back. They are
+        an outer axis then.
     """
 
     name: str
@@ -86,6 +90,7 @@ class ShardDomain:
     grad_scale: float
     outer: Axis | None = None
     whole: WholeMesh | None = None
+    manager: Manages | None = None
 
     def __post_init__(self) -> None:
         shards = list(self.axis.ranks)
@@ -103,8 +108,18 @@ class ShardDomain:
                 f"but their shards lie on ranks {shards}: the two groups must have this rank in "
                 "common and no other"
             )
+        if self.outer is not None and self.manager is not None:
+            raise ValueError(
+                f"elastic: the mesh has {self.outer.size} replicas too, which are one job and die "
+                "together. Pass a mesh of shards alone, and start a job for each replica"
+            )
         if not self.grad_scale > 0:
             raise ValueError(f"grad_scale={self.grad_scale} of {self.name}: must be positive")
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if gradients are also reduced over an outer axis, or over replicas of torchft's."""
+        return self.outer is not None or self.manager is not None
 
     @property
     def outer_size(self) -> int:

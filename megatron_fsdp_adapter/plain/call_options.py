@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..core.comm.managed import Manages
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.distributed_index import FSDPDistributedIndex
 from ..core.duplicate_groups import duplicate_ranks
@@ -42,6 +43,7 @@ class FullyShardOptions:
         whole: the mesh of parameters that are DTensors over data-parallel dims, too.
         fp32_sums: whether sums of gradients over ranks are in float32, although they are sent in
             bfloat16.
+        manager: torchft's, if this job is one of several replicas.
     """
 
     groups: MeshGroups
@@ -56,6 +58,7 @@ class FullyShardOptions:
     pins: bool = False
     kept_over: int | None = None
     fp32_sums: bool = False
+    manager: Manages | None = None
 
     def __post_init__(self) -> None:
         _ = self.grads_policy  # raises for dtypes that weights or gradients cannot have
@@ -84,7 +87,7 @@ class FullyShardOptions:
             grad_scale=1.0 / rank_count(self.groups),
         )
         made = index.domain(DENSE)
-        return replace(made, mesh=self.mesh or made.mesh, whole=self.whole)
+        return replace(made, mesh=self.mesh or made.mesh, whole=self.whole, manager=self.manager)
 
     @functools.cached_property
     def grads_policy(self) -> Policy:
@@ -122,6 +125,7 @@ class FullyShardOptions:
         """The options that are the same for all modules of a model."""
         return {
             "offload_policy": self.offload,
+            "elastic": self.manager,
         }
 
 

@@ -31,6 +31,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ..build.replicas import check_manager
+from ..core.comm.managed import Manages
 from ..core.engine.partition import managed_params
 from ..core.engine.step import RootCall
 from ..core.engine.tensor_parallel import problem_of
@@ -209,15 +211,15 @@ class FSDP2Module(NotCopyable, FSDPModule):
         without replicas.
         """
         mark = mark_on(self)
-        if mark.options.fp32_sums and mark.options.groups[1] is None:
+        if mark.options.fp32_sums and not mark.options.domain.has_replicas:
             raise ValueError(
                 f"set_all_reduce_hook: the module was sharded with {FP32_SUMS}=True, which adds "
                 "sums to .grad as it makes them. Leave that argument out for this module, or "
                 "change .grad after the backward"
             )
-        if stream is not None and mark.options.groups[1] is not None:
+        if stream is not None and mark.options.domain.has_replicas:
             raise ValueError(
-                f"stream={stream}: the mesh has replicas, and the hook runs in the stream of the "
+                f"stream={stream}: there are replicas, and the hook runs in the stream of the "
                 "reduction over them. Leave stream out"
             )
         if stream is not None:
@@ -313,6 +315,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     reduce_scatter_with_fp32_accumulation: bool = False,
+    elastic: Manages | None = None,
 ) -> Any:
     """Makes `module` a unit of a sharded model, in place, like torch's function of this name.
 
@@ -337,6 +340,9 @@ def fully_shard(
             over the whole mesh, replicated over these dims.
         reduce_scatter_with_fp32_accumulation: gradients, which `mp_policy` sends in bfloat16, are
             summed over ranks in float32. Torch's function has no such argument.
+        elastic: torchft's Manager, the same in all calls. This job is then one of several replicas,
+            each a job of its own, that may die and come back. Gradients become means over the
+            replicas of the step. Step by `elastic_optimizer`.
 
     Returns:
         `module`, whose class is a subclass of its own one and of torch's `FSDPModule`.
@@ -346,6 +352,7 @@ def fully_shard(
             raised when it first runs.
     """
     note_sharding()
+    check_manager(elastic)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     groups = groups_by_position(mesh, dp_mesh_dims)
     reshards, kept_over = resharding(reshard_after_forward, groups[0])
@@ -362,6 +369,7 @@ def fully_shard(
         device_type=device_type_of(mesh),
         whole=whole_mesh(mesh, dp_mesh_dims),
         fp32_sums=reduce_scatter_with_fp32_accumulation,
+        manager=elastic,
     )
     # All are checked before one is changed.
     placed = OwnPlaces({}, {})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from ..build.description import describe
 from ..build.grad_check import GradCheck
 from ..build.grad_sync import GradSync
 from ..build.materialize import target_device
+from ..build.replicas import SPLIT_STATE, check_manager
 from ..core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.comm.communicator import REDUCE_SCATTER
+from ..core.comm.managed import Manages
 from ..core.config import (
     OUTER_STRATEGIES,
     EngineConfig,
@@ -149,12 +152,12 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 
 
 def _index_over(
-    mesh: Ranks, module: nn.Module, mean: bool, outer_name: str
+    mesh: Ranks, module: nn.Module, mean: bool, outer_name: str, is_elastic: bool
 ) -> FSDPDistributedIndex:
     """The index over the ranks of `mesh`. mean: gradients are divided by the number of ranks.
 
     ValueError: an unknown `outer_name` (`outer_dp_sharding_strategy`), or one that needs an outer
-    axis, which `mesh` does not have.
+    axis, which `mesh` does not have, or that replicas of an elastic run cannot have.
     """
     groups = data_parallel_groups(mesh)
     shard, outer = groups
@@ -164,6 +167,10 @@ def _index_over(
             f"{list(OUTER_STRATEGIES)}"
         )
     shard_outer = OUTER_STRATEGIES[outer_name]
+    if shard_outer and is_elastic:
+        raise ValueError(
+            f"elastic with outer_dp_sharding_strategy={outer_name!r}: {SPLIT_STATE}. Use 'no_shard'"
+        )
     if shard_outer and outer is None:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_name!r}: there is no outer axis to shard over. "
@@ -212,6 +219,7 @@ def fully_shard_model(
     suggested_communication_unit_size: int = 0,
     sync_model_each_microbatch: bool = True,
     init_model_with_meta_device: bool = False,
+    elastic: Manages | None = None,
 ) -> FullyShardedModel:
     """Shards the parameters of `module`; returns the sharded module, which holds `module`.
 
@@ -239,6 +247,9 @@ def fully_shard_model(
         suggested_communication_unit_size: elements up to which neighboring layers are joined to a
             unit; 0 leaves them apart. Small layers cost the host as much time as large ones.
         sync_model_each_microbatch: backward ends with finished gradients (`set_model_auto_sync`).
+        elastic: torchft's Manager. This job is then one of several replicas, each a job of its own,
+            that may die and come back. Gradients become means over the replicas of the step, with
+            `average_gradients=False` too. Step by `elastic_optimizer`.
 
     The other options are Megatron's.
 
@@ -261,13 +272,16 @@ def fully_shard_model(
         offload=chunked_optimizer_state_offload,
         prefetch_bytes=torch.bfloat16.itemsize * suggested_communication_unit_size,
     )
-    index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
+    check_manager(elastic)
+    is_elastic = elastic is not None
+    index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy, is_elastic)
+    domains = {name: replace(one, manager=elastic) for name, one in index.domains.items()}
     checks = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checks else None
     engine = engine_for(
         module,
         fsdp_unit_modules,
-        index.domains,
+        domains,
         config,
         check,
         fsdp_unsharded_budget_gib,

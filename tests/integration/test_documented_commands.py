@@ -49,8 +49,13 @@ PYTHON_MARKS = {
     "sketch": "names the reader's own model and optimizer: compiles",
     "bridge": "needs Megatron-Bridge: compiles",
     "transformers": "needs that: compiles",
+    "elastic": "needs torchft: compiles",
 }
-ABSENT = {"bridge": ("megatron.bridge",), "transformers": ("transformers", "tokenizers")}
+ABSENT = {
+    "bridge": ("megatron.bridge",),
+    "transformers": ("transformers", "tokenizers"),
+    "elastic": ("torchft",),
+}
 BY_DEFAULT, WITH_FULL = frozenset({"", "nodes"}), frozenset({"", "nodes", "slow", "megatron-lm"})
 
 MODEL = (

@@ -38,6 +38,7 @@ PARTS = (
     "state",
     "build",
     "optim",
+    "elastic",
     "checkpoint",
     "rollout",
     "plain",
@@ -63,7 +64,8 @@ MAX_FUNCTION = 60
 BUDGETS = {
     "build": 5_600,
     "checkpoint": 18_500,
-    "core": 44_700,
+    "core": 45_200,
+    "elastic": 1_200,
     "graphs": 3_800,
     "launch": 2_600,
     "megatron": 38_800,

@@ -16,6 +16,7 @@ from megatron_fsdp_adapter.core.comm.communicator import (
     REDUCE_SCATTER,
     Communicator,
 )
+from megatron_fsdp_adapter.core.comm.managed import ManagedCommunicator
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
@@ -50,6 +51,8 @@ class Communicators(NamedTuple):
     reduce: dict[str, Communicator]
     # For the outer axis, of domains that have one.
     outer: dict[str, Communicator]
+    # For replicas of torchft's, of domains that have a manager.
+    managed: dict[str, ManagedCommunicator]
 
 
 def used_domains(
@@ -68,7 +71,11 @@ def communicators(
     gather = {name: make(one.gather_group, device) for name, one in domains.items()}
     reduce = {name: make(one.reduce_group, device) for name, one in domains.items()}
     outer = {name: make(one.outer.group, device) for name, one in domains.items() if one.outer}
-    return Communicators(gather, reduce, outer)
+    managed = {}
+    for name, one in domains.items():
+        if one.manager is not None:
+            managed[name] = ManagedCommunicator(one.manager, device)
+    return Communicators(gather, reduce, outer, managed)
 
 
 def broadcast_weights(
@@ -169,7 +176,7 @@ def config_of(
     if key.may_be_trained:
         policy = policy.of_params(key.own_dtype, key.dtype)
     # Where torch's FSDP2 rounds gradients, or reduces those of a backward before it adds them.
-    is_apart = policy.comm_dtype != policy.grads_dtype or domain.outer is not None
+    is_apart = policy.comm_dtype != policy.grads_dtype or domain.has_replicas
     return config.for_group(
         plan.strategy, key.domain, policy, in_bucket=policy.as_fsdp2 and is_apart
     )
@@ -243,15 +250,15 @@ def domain_reduces(
     return found
 
 
-def outer_reduces(
-    config: EngineConfig, communicators: Mapping[str, Communicator]
-) -> dict[str, DomainReduce]:
+def outer_reduces(config: EngineConfig, comms: Communicators) -> dict[str, DomainReduce]:
     """The reductions over the outer axis of each domain that has one. They are in place, and scale
-    nothing: gradients were scaled over the shard axis."""
+    nothing: gradients were scaled over the shard axis, and torchft's manager gives means."""
     found = {}
-    for name, communicator in communicators.items():
+    for name, communicator in comms.outer.items():
         way = REDUCE_SCATTER if config.of_domain(name).shard_outer else ALL_REDUCE
         found[name] = DomainReduce(REDUCED_OUTER, communicator, way)
+    for name, managed in comms.managed.items():
+        found[name] = DomainReduce(REDUCED_OUTER, managed, ALL_REDUCE)
     return found
 
 

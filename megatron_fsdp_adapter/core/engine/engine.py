@@ -97,7 +97,7 @@ class FsdpEngine(Microbatches):
         self.order = self.gather.order  # in which units are gathered
         received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
         inner = construction.domain_reduces(config, used, comms.reduce, received)
-        outer = construction.outer_reduces(config, comms.outer)
+        outer = construction.outer_reduces(config, comms)
         # Reduces gradients.
         self.reduce = ReducePipeline(config, runtime, inner, outer, log, grad_check)
         self.budget = budget  # chooses the units that stay unsharded over a step, if it may

@@ -102,7 +102,7 @@ class ParamGroup:
             self.config,
             slot,
             one_rank=self.is_single_rank,
-            outer=self.domain.outer is not None,
+            outer=self.domain.has_replicas,
         )
         if self._reduced_hook is not None:
             self.grads.change_reduced_by(self._reduced_hook)

@@ -186,7 +186,7 @@ class Reduction:
         if reduce.way.finishes:  # it has done all that
             return
         group = self.group
-        if group.grads.reduced_hook is not None and group.domain.outer is None:
+        if group.grads.reduced_hook is not None and not group.domain.has_replicas:
             scale_each(self.outputs, reduce.after)
             self.run_hook()
             reduce = replace(reduce, scale=1.0)  # the hook needs the mean, so it was scaled before
