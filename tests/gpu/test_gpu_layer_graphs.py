@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
@@ -41,7 +40,7 @@ from tests.lib.gpt.topologies import (
     topology_step,
 )
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
+from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, layers_captured, te_trainer
 
 CHECKS = ("graphs/layer_graphs.py", "graphs/captured.py", "graphs/capture.py")
 
@@ -121,27 +120,6 @@ CELLS = {
     "all units kept, FP8 weights": Cell(case=FUSED, options=FP8_WEIGHTS, ddp={BUDGET: AUTO}),
     "joined": Cell(case=FUSED, ddp={**SLOTS, UNIT_NUMEL: 1_200_000}),
 }
-
-
-def layers_captured(parts: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of the model's config that ask for it."""
-    known = TransformerConfig.__dataclass_fields__
-    if "cuda_graph_modules" in known:
-        named = "cuda_graph_modules"
-    else:
-        named = "cuda_graph_scope"
-    return {
-        "cuda_graph_impl": "local",
-        "cuda_graph_warmup_steps": 2,
-        named: [_Part(part) for part in parts],
-    }
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Stands for core's enumeration, whose class has another name in each release."""
-
-    name: str
 
 
 def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:

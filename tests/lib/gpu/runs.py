@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.lib.gpt import gpt
 from tests.lib.gpt.checks import Step, free_run
@@ -36,6 +38,27 @@ ZERO_1 = "optim"
 ZERO_3 = "optim_grads_params"
 COPY_ENGINES = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
 SLOTS = {"fsdp_double_buffer": True}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stands for core's enumeration, whose class has another name in each release."""
+
+    name: str
+
+
+def layers_captured(parts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields of the model's config that ask for graphs of layers, or of these parts of them."""
+    known = TransformerConfig.__dataclass_fields__
+    if "cuda_graph_modules" in known:
+        named = "cuda_graph_modules"
+    else:
+        named = "cuda_graph_scope"
+    return {
+        "cuda_graph_impl": "local",
+        "cuda_graph_warmup_steps": 2,
+        named: [_Part(part) for part in parts],
+    }
 
 
 def local_run(trainer: Trainer, rank: int, steps: int, device: torch.device) -> list[Step]:
