@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lib.bench_measure import Result
-from lib.bench_subjects import Subject, parse_subjects
+from lib.bench_subjects import parse_subjects
 from lib.bench_trace import budget_text
 from lib.data import padded_vocab_size
 from lib.options import Options
@@ -124,7 +124,7 @@ def _references(
         subject = one.subject
         if one.error is not None or subject.precision != precision or subject.is_floor:
             continue
-        if subject == Subject("ddp", None, precision):
+        if subject.is_ddp:
             return one, one
         first = first or one
     return None, first

@@ -15,6 +15,11 @@ SLOTS = {"fsdp_double_buffer": True}
 GATHERS = {"fsdp_copy_engine_all_gather": True}
 BOTH = {**GATHERS, "fsdp_copy_engine_reduce_scatter": True}
 APART = {"suggested_communication_unit_size": 0}
+FIVE_AGAIN = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 5,
+}
 STEP = "step"
 LAYERS = "layers"
 """The parts captured in CUDA graphs: forward and backward of a step, or of each layer."""
@@ -69,6 +74,7 @@ KINDS: dict[str, Kind] = {
     ),
     "ours-ce-graph": Kind("copy engines for both, in one CUDA graph", ZERO_3, ZERO_3, BOTH, STEP),
     "floor-graph": Kind("the floor in one CUDA graph", captures=STEP),
+    "ddp-recompute": Kind("DDP that recomputes 5 layers in backward", options=FIVE_AGAIN),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "bundled": Kind("megatron-core's own FSDP", ALL, ZERO_3),
     "bundled-v2": Kind("the rewrite of megatron-core's own FSDP (core 0.20)", ZERO_3, ZERO_3),
@@ -125,6 +131,11 @@ class Subject:
     def is_floor(self) -> bool:
         """True for a floor, which does not train."""
         return self.kind.startswith("floor")
+
+    @property
+    def is_ddp(self) -> bool:
+        """True for megatron-core's DDP."""
+        return self.kind.startswith("ddp")
 
     @property
     def is_ours(self) -> bool:

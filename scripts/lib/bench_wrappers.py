@@ -89,7 +89,7 @@ class Runner:
         for wired in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"):
             if hasattr(config, wired):
                 setattr(config, wired, None)
-        if self.subject.kind != "ddp":
+        if not self.subject.is_ddp:
             return
         for node in self.model.grad_accs:
             hooks = node.register_hook(lambda *unused: None).hooks_dict_ref()
@@ -118,7 +118,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
     Raises ValueError for a wrapper that does not support the options.
     """
     ours = subject.is_ours
-    is_ddp = subject.kind == "ddp"
+    is_ddp = subject.is_ddp
     is_rewrite = subject.kind == REWRITE
     is_fsdp = ours or subject.kind == "bundled" or is_rewrite
     uses_core_optimizer = is_fsdp or is_ddp
