@@ -35,6 +35,9 @@ VIEWS = "_fsdp_planes"
 """Attribute of a parameter: field -> the view of gathered planes, where a field may be something
 else."""
 
+PADDED = "_fsdp_padded"
+"""Attribute of a parameter whose padded scales have memory that stays: field -> that."""
+
 
 @dataclass(frozen=True)
 class TensorKind:
@@ -235,8 +238,14 @@ class TransformerEngineParams(QuantizedParams):
             view = views[name]
             multiples = kind.padded.get(plane.name, (1, 1))
             if padded_shape(view, multiples) != view.shape:
-                view = padded(view, multiples)
+                view = _padded_copy(param, name, view, multiples)
             setattr(param, name, view)
+
+    def keep_padded(self, param: nn.Parameter, kept: bool) -> None:
+        if kept:
+            param.__dict__.setdefault(PADDED, {})
+        else:
+            param.__dict__.pop(PADDED, None)
 
     @staticmethod
     def _mark_usages(param: nn.Parameter) -> None:
@@ -256,6 +265,21 @@ class TransformerEngineParams(QuantizedParams):
 
     def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
         return make_quantizers(weights)
+
+
+def _padded_copy(
+    param: nn.Parameter, name: str, view: torch.Tensor, multiples: tuple[int, int]
+) -> torch.Tensor:
+    """A padded copy of scales, for the field of this name: in memory that stays, if it is to."""
+    kept = param.__dict__.get(PADDED)
+    if kept is None:
+        return padded(view, multiples)
+    if name not in kept:
+        kept[name] = padded(view, multiples)
+    else:
+        rows, columns = view.shape
+        kept[name][:rows, :columns].copy_(view)
+    return kept[name]  # type: ignore[no-any-return]
 
 
 def _make_columns(param: Any) -> None:

@@ -45,6 +45,10 @@ class QuantizedWeights(Protocol):
         """Prepares the planes, which are there, for a pass that reads them next. In a forward,
         nothing should be derived that only backward reads."""
 
+    def keep_padded(self, param: nn.Parameter, kept: bool) -> None:
+        """Keeps the addresses of what `prepare` copies, from the next time on, or no longer: CUDA
+        graphs read it. `param` may be guarded."""
+
     def drop_derived(self, param: nn.Parameter) -> None:
         """Forgets what was derived from planes (transposes): these change, or are given back.
         `param` may be guarded: its fields can be assigned and not read."""

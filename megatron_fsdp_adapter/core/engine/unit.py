@@ -169,6 +169,8 @@ class Unit:
         stream."""
         for group in self.groups:
             group.weights.keep_memory(group in groups)
+            for param in group.params if group.key.quantized else ():
+                self._library.keep_padded(param, group in groups)  # type: ignore[union-attr]
 
     def begin_training(self, groups: Collection[ParamGroup]) -> None:
         """Makes the gradients of those of `groups` that are the unit's and have none yet."""
