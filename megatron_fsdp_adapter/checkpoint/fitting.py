@@ -31,27 +31,52 @@ _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(w
 
 
 def renamed_like(state: StateMapping, keys: Iterable[str]) -> StateDict:
-    """`state` in new containers, with the texts of `RENAMED` that are in `keys`. A model, and a
-    checkpoint, has only the newer or only the older text, as its release of megatron-core has."""
-    own = " ".join(key for _, _, key in entries(state))
-    others = " ".join(keys)
+    """`state` in new containers, with the texts of `RENAMED` that are in `keys`.
+
+    A part of a state (`_part_of`) has only the newer or only the older text. Most releases of
+    megatron-core have one of them in all parts. Megatron-LM 0.20 saves models and optimizer state
+    under the older one, and options of parameter groups under the newer."""
+    others: dict[str, list[str]] = {}
+    for key in keys:
+        others.setdefault(_part_of(key), []).append(key)
+    own: dict[str, list[str]] = {}
+    for _, _, key in entries(state):
+        own.setdefault(_part_of(key), []).append(key)
+    changes = {part: _changes(own[part], others.get(part, ())) for part in own}
+    return _with_keys(state, "", changes)  # type: ignore[no-any-return]
+
+
+def _part_of(key: str) -> str:
+    """The first word of a key, or the first two: "model", "optimizer.state"."""
+    return ".".join(key.split(".", 2)[: 2 if key.startswith("optimizer.") else 1])
+
+
+Renamed = Callable[[str], str]
+
+
+def _changes(own: Iterable[str], others: Iterable[str]) -> list[Renamed]:
+    """The changes of `RENAMED` by which the keys `own` get the texts of `others`."""
+    text = " ".join(own)
+    other = " ".join(others)
     changes = []
     for renaming in RENAMED:
         newer, older = renaming.to_newer, renaming.to_older
         for change, opposite in ((newer, older), (older, newer)):
-            if change(own) != own and change(others) == others != opposite(others):
+            if change(text) != text and change(other) == other != opposite(other):
                 changes.append(change)
-    return _with_keys(state, changes)  # type: ignore[no-any-return]
+    return changes
 
 
-def _with_keys(value: Any, changes: Sequence[Callable[[str], str]]) -> Any:
+def _with_keys(value: Any, path: str, changes: Mapping[str, Sequence[Renamed]]) -> Any:
+    """`value`, which is at a path of a state, with the keys that each part's changes give."""
     if not isinstance(value, Mapping):
         return value
     found = {}
     for key, entry in value.items():
-        for change in changes:
+        at = f"{path}{key}"
+        for change in changes.get(_part_of(at), ()):
             key = change(key)
-        found[key] = _with_keys(entry, changes)
+        found[key] = _with_keys(entry, f"{at}.", changes)
     return found
 
 

@@ -57,7 +57,9 @@ _NUMBERED = re.compile(r"(weight|bias)(\d+)")
 _GATED_INSIDE = re.compile(r"(?<=\.linear_fc1)\.(to_wrap|adapter\.linear_out)$")
 """The layer and the adapter's output layer in Megatron-Bridge's linear layer with an adapter
 (LoRA). Both are split alike."""
-_INTERLEAVED = ("MambaMixer", "GatedDeltaNet")
+_INTERLEAVED = ("MambaMixer", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProductMixer")
+"""Core's classes, and their subclasses, of which a tensor-parallel rank has a piece of each of
+several matrices in one weight. The last two are of 0.20."""
 
 
 class Renaming(NamedTuple):
@@ -156,7 +158,7 @@ def global_names(module: nn.Module) -> GlobalNames:
     for path, child in tree.items():
         if _is_gated(path, tree):
             gated.add(path)
-        if type(child).__name__ in _INTERLEAVED:
+        if any(one.__name__ in _INTERLEAVED for one in type(child).__mro__):
             interleaved.add(path)
     names = GlobalNames(
         renumbered=dict(_renumbered(tree)),

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
-from megatron_fsdp_adapter.checkpoint.fitting import fit
+from megatron_fsdp_adapter.checkpoint.fitting import fit, renamed_like
+from megatron_fsdp_adapter.checkpoint.state import flatten
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows, join_parts, part_of
 from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
@@ -78,6 +79,31 @@ def test_a_form_is_known_by_its_keys(name: str, depth: str) -> None:
         assert keys == dict(zip(asked, given, strict=True))
 
 
+INNER = "module.mtp.layers.0.{}.mlp.linear_fc1.weight"
+NEWER, OLDER = INNER.format("mtp_model_layer"), INNER.format("transformer_layer")
+BY_RELEASE = {
+    # The name in the model, in the optimizer's state and in the options of parameter groups.
+    "0.16": (OLDER, OLDER, OLDER),
+    "0.17": (NEWER, NEWER, NEWER),
+    "0.20, the bundled engine": (OLDER, OLDER, NEWER),
+}
+
+
+def _named(model: str, moments: str, options: str) -> dict[str, Any]:
+    moment = {"exp_avg": 2, "step": 3}
+    optimizer = {"state": {moments: moment}, "param_to_group_meta": {options: {"lr": 4}}}
+    return {"model": {model: 1, "other": 0}, "optimizer": optimizer, "iteration": 5}
+
+
+@pytest.mark.parametrize("stored", BY_RELEASE)
+@pytest.mark.parametrize("own", BY_RELEASE)
+def test_each_part_of_a_state_gets_the_names_that_the_checkpoint_has_there(
+    own: str, stored: str
+) -> None:
+    wanted = _named(*BY_RELEASE[stored])
+    assert renamed_like(_named(*BY_RELEASE[own]), flatten(wanted)) == wanted
+
+
 def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:
     name = "module.decoder.layers.1.mlp.linear_fc1.weight"
     state = trainer.wrapper.state_dict_for_save_checkpoint()
@@ -89,11 +115,16 @@ def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:
     assert f"{name}_v: shape (21, 12), expected (20, 12)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "mixer", ("MambaMixer", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProductMixer", "derived")
+)
 def test_a_layer_whose_slices_do_not_join_is_refused_under_tensor_parallelism(
-    trainer: Trainer,
+    trainer: Trainer, mixer: str
 ) -> None:
     mlp = next(m for n, m in trainer.wrapper.named_modules() if n.endswith("layers.0.mlp"))
-    mlp.__class__ = type("MambaMixer", (type(mlp),), {})
+    mixers = {"derived": ("Own", "MambaMixer")}.get(mixer, (mixer,))
+    for name in reversed(mixers):
+        mlp.__class__ = type(name, (type(mlp),), {})
     trainer.wrapper.state_dict_for_save_checkpoint()
     param = mlp.linear_fc2.weight
     object.__setattr__(param.fsdp_layout_ref, "tp_offset", (0, 0))

@@ -1,5 +1,5 @@
-"""Pages of docs have every flag of Megatron-LM that concerns the wrapper, and the table of those
-about checkpoints has every one of them."""
+"""Pages of docs have every flag of Megatron-LM that concerns the wrapper, and every field of the
+configs of its megatron-core. The table of flags about checkpoints has every one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
-from tests.lib.integration.lm_flags import flags_of
+from tests.lib.integration.lm_flags import CONFIGS, fields_of, flags_of
 from tests.lib.integration.lm_runs import ROOT
 
 CHECKS = (
@@ -58,3 +58,18 @@ def test_every_flag_that_concerns_the_wrapper_is_in_the_document(parsed: dict[st
     assert len(flags) > 40
     written = set(re.findall(r"--[a-z0-9-]+", TEXT))
     assert not flags - written, sorted(flags - written)
+
+
+def test_every_field_of_the_checkouts_configs_is_in_the_document(megatron_lm: Path) -> None:
+    """As `tests/megatron/options/test_option_pages.py` checks with the installed megatron-core."""
+    text = (ROOT / "docs" / "fields.md").read_text()
+    known = {}
+    for section in CONFIGS:
+        table = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+        known[section] = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    known["MLATransformerConfig"] |= known["TransformerConfig"]
+    found = fields_of(megatron_lm)
+    assert all(len(names) > 30 for names in found.values())
+    unknown = {section: sorted(names - known[section]) for section, names in found.items()}
+    assert not any(unknown.values()), unknown

@@ -110,6 +110,9 @@ BODIES = {
         # Others bind the class in ways of their own.
         from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
         original = FullyShardedDataParallel
+        # From 0.20 on a function that makes one of two.
+        adapter = sys.modules[FSDP + ".mcore_fsdp_adapter"]
+        first = getattr(adapter, "FullyShardedDataParallelV1", original)
         kept = [original]  # lists are not looked into, as this module is
         user = types.ModuleType("megatron.somebody")
         user.FSDP = original
@@ -127,7 +130,7 @@ BODIES = {
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         methods = dict(vars(DistributedOptimizer))
         before, places = snapshot(), {n: holders(h) for n, h in helpers.items()}
-        places["class"] = holders(original)
+        places["class"] = sorted({*holders(original), *holders(first)})
         assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
 
         import megatron_fsdp_adapter.megatron
@@ -226,19 +229,24 @@ BODIES = {
         import torch
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed import FullyShardedDataParallel
-        kept = [FullyShardedDataParallel]
-        constructor = kept[0].__init__
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+        kept = [getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", FullyShardedDataParallel)]
+        if hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2"):  # from 0.20 on
+            kept.append(mcore_fsdp_adapter.FullyShardedDataParallelV2)
+        constructors = [cls.__init__ for cls in kept]
         from megatron_fsdp_adapter import install, uninstall
         for _ in range(2):
             install()
-        try:
-            kept[0](None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
-        except RuntimeError as error:
-            assert "while megatron_fsdp_adapter is installed" in str(error)
-        else:
-            raise AssertionError("it was constructed")
+        for cls in kept:
+            try:
+                cls(None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
+            except RuntimeError as error:
+                assert "while megatron_fsdp_adapter is installed" in str(error)
+            else:
+                raise AssertionError("it was constructed")
         uninstall()
-        assert kept[0] is FullyShardedDataParallel and kept[0].__init__ is constructor
+        assert kept[0] in vars(mcore_fsdp_adapter).values()
+        assert [cls.__init__ for cls in kept] == constructors
     """,
     "importing submodules does not hide the functions": """
         import megatron_fsdp_adapter.launch.installation

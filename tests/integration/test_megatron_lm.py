@@ -62,6 +62,12 @@ LAYERS = "--spec hybrid_cpu STACK --hybrid-layer-pattern"
 LION = "--optimizer lion --adam-beta2 0.95"
 LION_STOCK = "--no-gradient-accumulation-fusion"
 """Core's own Lion has no distributed optimizer."""
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --q-lora-rank 32 --kv-lora-rank 16 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --kv-channels 16"
+)
+FURTHER = "--mtp-num-layers 1 --position-embedding-type rope"
+VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 # 255 tokens (and one for the end of a document until 0.17): the same padded vocabulary for every
 # split.
 FOUR_LAYERS = f"{SWIGLU} --num-layers 4 --disable-bias-linear --vocab-size 255"
@@ -100,7 +106,11 @@ MODELS = {
     "experts-ep2-dp2": Model(f"{MOE} {EP2} --global-batch-size 8", world=4, last_digit=1),
     "tp2-dp2": Model(TP2, world=4),
     "pp2-dp2": Model(PP2, world=4),
-    "mtp pp2": Model(f"--mtp-num-layers 1 --position-embedding-type rope {PP2}", last_digit=1),
+    "mtp pp2": Model(f"{FURTHER} {PP2}", last_digit=1),
+    "pp2-vpp2-dp2": Model(f"--num-layers 4 {VPP2} --global-batch-size 8", world=4, last_digit=1),
+    "mtp": Model(FURTHER),
+    "mla": Model(LATENT),
+    "mla tp2-dp2": Model(f"{LATENT} {TP2}", world=4),
     "real data": Model(
         "--train-data-path {text}_train --valid-data-path {text}_valid "
         "--test-data-path {text}_valid"
@@ -162,6 +172,8 @@ LIKE_DDP = [
     ("mtp pp2", OURS),
     ("experts-ep2-dp2", f"{OURS} {DENSE_APART}"),
     ("experts-ep2-dp2", f"{OURS} {EXPERTS_APART}"),
+    *((name, OURS) for name in ("pp2-vpp2-dp2", "mtp", "mla", "mla tp2-dp2")),
+    ("mla", ZERO1),
     ("hybrid, older name", OURS),
     ("lion", OURS),
     ("lion", ZERO1),
@@ -400,11 +412,13 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(
 
 
 def test_flags_of_main_reach_the_wrapper(trained: Trained) -> None:
-    """0.16.1's parser lacks them; bf16 gradients on the wire show in what the wrapper prints."""
+    """0.16.1's parser lacks them; bf16 gradients on the wire show in what the wrapper prints.
+    Version 2 of Megatron's wrapper is refused by Megatron-LM beside the distributed optimizer."""
     run = trained(
         "dense",
         f"{OURS} --megatron-fsdp-main-params-dtype fp32 "
         "--megatron-fsdp-grad-comm-dtype=bf16 --outer-dp-sharding-strategy no_shard "
+        "--megatron-fsdp-version 2 "
         "--train-iters 2 --bf16",
     )
     assert "gradients reduced in torch.bfloat16" in run.log
@@ -498,7 +512,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 SPLITS = [
     ("four layers", "", TP2),
     ("four layers", "", PP2),
-    ("four layers", "", f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    ("four layers", "", VPP2),
+    ("mtp", "", PP2),
+    ("mla", "", TP2),
     ("four layers", "", "--data-parallel-sharding-strategy optim"),
     ("four layers, experts", EP2, ""),
     ("four layers, experts", DENSE_APART, EXPERTS_APART),

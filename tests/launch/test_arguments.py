@@ -127,6 +127,10 @@ SET_RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**OFFLOAD, "optimizer_offload_fraction": 1.0},
         {"chunked_optimizer_state_offload": True, **dict.fromkeys(OFFLOAD, False)},
     ),
+    "version 2 of Megatron's wrapper, beside which Megatron-LM refuses the distributed optimizer": (
+        {"megatron_fsdp_version": 2},
+        {"megatron_fsdp_version": 1, "use_distributed_optimizer": True},
+    ),
     "split models may be saved": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"},
         {},

@@ -86,6 +86,13 @@ SET: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"ddp.chunked_optimizer_state_offload": True, "optimizer.optimizer_cpu_offload": False},
         "optimizer.optimizer_cpu_offload",
     ),
+    # Megatron-Bridge would switch the distributed optimizer off, and refuse clipping and saves.
+    "version 2 of Megatron's wrapper": (
+        {"ddp__megatron_fsdp_version": 2},
+        {},
+        {"ddp.megatron_fsdp_version": 1, "ddp.use_distributed_optimizer": True},
+        "ddp.megatron_fsdp_version",
+    ),
     # As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on.
     "a recipe that reduces in bf16 itself": (
         {"ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16},

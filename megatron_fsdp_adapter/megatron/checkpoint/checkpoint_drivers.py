@@ -5,6 +5,8 @@ it are wrapped for what it does not do:
 
 - Several model chunks of a rank (interleaved pipelines). It looks for one chunk. Here chunks are
   merged before a save and a load, which their global keys allow, and taken apart after a load.
+- Parameters of another engine than the bundled one. From 0.20 on it splits and renames some of
+  these, and a model with multi-token prediction could not be loaded again.
 - Generator states under another split. It stores one for each pipeline and tensor-parallel rank,
   and with `data_parallel_random_init` one for each data-parallel rank too; under expert parallelism
   `generators.py` stores one for each of those, too. If the checkpoint was saved by other numbers of
@@ -55,6 +57,7 @@ from ..options.load_folders import RELEASE
 from ..options.rules import is_on
 from . import generators
 from .load_paths import redirect, without_training_state
+from .megatron_names import preprocess_state_dict_for_uneven_dtensor
 from .strictness import (
     LENIENT,
     OPTION,
@@ -140,11 +143,15 @@ def merged_chunks(state: StateMapping) -> StateDict:
     return result
 
 
-def _preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Merges model chunks before Megatron prepares a state dict for a save or a load."""
+def _preprocess(original: Original, *args: Any, **kwargs: Any) -> StateDict:
+    """The state dict that Megatron saves, or loads into: its model chunks merged.
+
+    The original is not called. It renames, splits and numbers the parameters of the bundled engine,
+    with attributes of these. Ours have a checkpoint's names and parts already, and a load has the
+    names of its checkpoint (`renamed_like`)."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    call.arguments["raw_state_dict"] = merged_chunks(call.arguments["raw_state_dict"])
-    return original(*call.args, **call.kwargs)
+    state = merged_chunks(call.arguments["raw_state_dict"])
+    return preprocess_state_dict_for_uneven_dtensor(state)
 
 
 def load_of_megatron_lm(original: Original, *args: Any, **kwargs: Any) -> Any:

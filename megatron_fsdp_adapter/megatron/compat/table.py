@@ -206,9 +206,8 @@ NAMES = (
         "megatron.wrapper.adapter:FullyShardedDataParallel", stands,
         everywhere=True,
     ),
-    # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
-    # Its V2 is left alone: only that function makes one, and core's optimizer handles it in another
-    # way.
+    # 0.20 has two wrappers, and FullyShardedDataParallel is a function that makes one of them. The
+    # name of its V2 stays: core's optimizer asks whether a model is one, and ours is none.
     Patch(
         WRAPPER, "FullyShardedDataParallelV1",
         "megatron.wrapper.adapter:FullyShardedDataParallel", stands,
@@ -238,16 +237,20 @@ bundled engine cannot be used."""
 
 CONSTRUCTORS = tuple(
     Patch(
-        row.module,
-        f"{row.name}.__init__",
+        module,
+        f"{name}.__init__",
         "megatron.wrapper.no_sync_check:refusing",
         makes,
         required=False,
     )
-    for row in NAMES[:3]
+    for module, name in (
+        *((row.module, row.name) for row in NAMES[:3]),
+        (WRAPPER, "FullyShardedDataParallelV2"),
+    )
 )
-"""Patches of the replaced classes' constructors: code that kept a reference to such a class cannot
-make a model with it."""
+"""Patches of the constructors of the replaced classes, and of that of 0.20's other wrapper: code
+that kept a reference to such a class, or to the function that makes one, cannot make a model with
+it."""
 
 _SAVES = "megatron.checkpoint.megatron_saves"
 _BACKGROUND = "megatron.checkpoint.background_saves"

@@ -11,7 +11,7 @@ import torch
 
 from .rules import Joined, is_on
 from .support import CORES_OFFLOAD, streams_all
-from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, strategies_of
+from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, VERSION, strategies_of
 
 WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
@@ -115,6 +115,10 @@ SETTINGS: tuple[Setting, ...] = (
             "read by the launch code of Megatron-Bridge", (RECIPE,)),
     Setting("ddp", "use_megatron_fsdp", True,
             "read by the wrapper, the optimizer and checkpoints", (RECIPE,)),
+    # Before it, as both would be refused beside each other.
+    Setting("ddp", VERSION, 1,
+            "this package has one engine, which trains as version 1 of Megatron's does",
+            (RUNNER, RECIPE), lambda config: getattr(config, VERSION, 1) != 1, is_void=True),
     Setting("ddp", "use_distributed_optimizer", True,
             "the optimizer is Megatron's DistributedOptimizer", (WRAPPER, RUNNER, RECIPE)),
     Setting("optimizer", "use_distributed_optimizer", True,

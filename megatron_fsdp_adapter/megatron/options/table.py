@@ -39,6 +39,7 @@ CE_REDUCE_SCATTER = "fsdp_copy_engine_reduce_scatter"
 """An all-to-all on the copy engines, after which this package sums."""
 FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
 DECOUPLED = "megatron_fsdp_use_decoupled_grad"
+VERSION = "megatron_fsdp_version"
 TRANSPOSES = "keep_fp8_transpose_cache"
 PARTS_OF_LAYERS = "overlap_moe_expert_parallel_comm"
 DELAY = "delay_wgrad_compute"
@@ -408,9 +409,10 @@ OPTIONS: tuple[Option, ...] = (
         "fp4_param_gather", bool, False, use="not supported: weights are gathered in bf16",
         refused=((_asked, NO_FP4_WEIGHTS),),
     ),
-    Option("megatron_fsdp_version", int, 1, (
-        "version of Megatron's wrapper; this package has only one engine"
-    )),
+    Option(
+        VERSION, int, 1, "version of Megatron's wrapper; this package has only one engine",
+        use="set to 1: Megatron-LM refuses the distributed optimizer beside 2",
+    ),
     Option("num_buckets", int | None, None),
     Option(DECOUPLED, bool, False),
     Option("megatron_fsdp_cuda_graph_mode", bool, False),

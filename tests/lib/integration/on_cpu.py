@@ -131,10 +131,38 @@ def prepare(modules: tuple[str, ...], prefixes: tuple[str, ...]) -> None:
     torch.Tensor.cuda = _for_megatron(torch.Tensor.cuda)  # type: ignore[method-assign]
 
 
+class WithLatentAttention:
+    """Core's attention without Transformer Engine: a call returns one, also of a layer of latent
+    attention, which tells it the width of keys and values. Its weights are the layer's, so it
+    computes the same; values must be as wide as `--kv-channels`."""
+
+    def __new__(  # type: ignore[misc]
+        cls, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+    ) -> torch.nn.Module:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        return DotProductAttention(*args, **options)
+
+
+def give_what_local_layers_lack() -> None:
+    """Makes layers of latent attention and of multi-token prediction run without Transformer
+    Engine. Core takes what stands in for its classes for classes."""
+    from megatron.core.models import backends
+    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
+
+    if isinstance(multi_latent_attention.TELinear, type):
+        return
+    multi_latent_attention.HAVE_TE = False
+    backends.DotProductAttention = WithLatentAttention
+    # From 0.20 on.
+    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
+
+
 def prepare_megatron_lm(checkout: Path) -> None:
     """Makes the modules of a Megatron-LM checkout run on the CPU."""
     sys.path.insert(0, str(checkout))
     prepare(LM_MODULES, ("megatron.training", "megatron.legacy"))
+    give_what_local_layers_lack()
     from megatron.core import datasets
     from megatron.core.datasets import utils as dataset_utils
 

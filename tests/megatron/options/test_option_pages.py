@@ -5,13 +5,13 @@ a new release brings is found here, not by a run that trains wrongly."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import re
 from collections import Counter
 from dataclasses import fields
 from typing import Any
 
+import megatron.core
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -57,7 +57,7 @@ def test_every_argument_is_documented() -> None:
 
 
 TEXT = (option_pages.DOCS / "fields.md").read_text()
-VERSION = importlib.metadata.version("megatron-core")
+VERSION = megatron.core.__version__  # of a checkout too
 
 CONFIGS: dict[str, tuple[type, type | None, tuple[Rule, ...]]] = {
     # section -> (class, class whose fields have a section of their own, rules)

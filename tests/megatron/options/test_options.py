@@ -223,6 +223,7 @@ def test_what_follows_is_set_and_told_once(setting: settings.Setting) -> None:
         {"bf16": True, "megatron_fsdp_grad_comm_dtype": "bf16"},
         {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
         {"optimizer_cpu_offload": True}, {"async_save": True, "async_strategy": "nvrx"},
+        {"megatron_fsdp_version": 2},
     ):  # fmt: skip
         if setting.when(asked(**beside)):
             break
