@@ -123,7 +123,7 @@ class ReplicaState:
                     group[name] = value
         given = zip(params, state["rows"], state["values"], strict=True)
         for param, rows, values in given:
-            entry = {}
+            entry: dict[str, Any] = {}
             for name, local in rows.items():
                 own = local.to(param._local_tensor.device, copy=True)
                 entry[name] = dtensor_like(param, own)

@@ -43,14 +43,13 @@ def test_stand_in_has_torchfts_signatures() -> None:
 
 
 def planned_run(
-    rank: int, world: int, door: str, plan: Sequence[Sequence[int]]
+    rank: int, world: int, door: str, plans: Sequence[Sequence[Attempt]]
 ) -> list[tuple[str, str]]:
-    """Loss and weights of each step of a run without failures, in which the replicas of `plan` take
-    part in each."""
+    """Loss and weights of each step of a run without failures. plans: by rank of a replica."""
     mesh = init_device_mesh("cpu", (world // RANKS, RANKS), mesh_dim_names=("replica", "shard"))
-    attempts = [Attempt(present) for present in plan]
     replica, place = divmod(rank, RANKS)
-    manager = PlannedManager(mesh["replica"].get_group(), replica, attempts)
+    plan = plans[place]
+    manager = PlannedManager(mesh["replica"].get_group(), replica, plan)
     model, inner = sharded(door, manager, mesh["shard"])
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 3, 0.9)
     optimizer = elastic_optimizer(manager, inner, model)
@@ -65,37 +64,37 @@ def planned_run(
     return found
 
 
-def quorums(found: Sequence[Replica]) -> list[list[int]]:
-    """The replicas whose gradients each committed step has. All that have committed it must agree
-    on them. A replica that joins beside its forward has none in that step."""
-    by_step: dict[int, list[int]] = {}
-    joined: dict[int, set[int]] = {}
-    counts: dict[int, int] = {}
+def plan_of(found: Sequence[Replica], rank: int) -> list[Attempt]:
+    """The replicas whose gradients each committed step has on a rank. All that have committed it
+    must agree. In the first step torchft lets each rank take the weights of another replica."""
+    by_step: dict[int, tuple[list[int], int]] = {}
+    without: dict[int, set[int]] = {}
     for one in found:
-        for line in one.committed():
+        for line in one.committed(rank):
             step = line["step"]
-            assert by_step.setdefault(step, line["replicas"]) == line["replicas"]
-            assert counts.setdefault(step, line["participants"]) == line["participants"]
-            if not line["loss"]:
-                joined.setdefault(step, set()).add(one.options.replica)
+            mine = (line["replicas"], line["participants"])
+            assert by_step.setdefault(step, mine) == mine
+            if not line["takes_part"]:  # it joins beside its forward
+                without.setdefault(step, set()).add(one.options.replica)
     assert sorted(by_step) == list(range(len(by_step)))  # no committed step is missing
     plan = []
     for step in range(len(by_step)):
-        plan.append([one for one in by_step[step] if one not in joined.get(step, ())])
-        assert len(plan[-1]) == counts[step]
+        here, count = by_step[step]
+        present = [one for one in here if one not in without.get(step, ())]
+        # Only in the first step torchft counts replicas whose gradients it zeroes.
+        assert count == (len(present) if step else len(here))
+        plan.append(Attempt(present, count))
     return plan
 
 
 def check_as_planned(found: Sequence[Replica], door: str) -> None:
     """Each committed step of each replica has the bits of the run with the same quorums."""
-    plan = quorums(found)
-    expected = run_ranks(planned_run, REPLICAS * RANKS, door, plan, timeout=300.0)
+    plans = [plan_of(found, rank) for rank in range(RANKS)]
+    expected = run_ranks(planned_run, REPLICAS * RANKS, door, plans, timeout=300.0)
     for one in found:
         for rank in range(RANKS):
-            lines = [line for line in one.log(rank) if line["committed"]]
-            assert lines
-            for line in lines:
-                here = (one.options.replica, rank, line["step"], plan[line["step"]])
+            for line in one.committed(rank):
+                here = (one.options.replica, rank, line["step"], plans[rank][line["step"]])
                 loss, weights = expected[RANKS * one.options.replica + rank][line["step"]]
                 assert line["loss"] in (loss, ""), here
                 assert line["weights"] == weights, here

@@ -23,6 +23,8 @@ class Attempt:
 
     # Numbers of the replicas whose gradients count.
     replicas: Collection[int]
+    # What the sum of these is divided by; 0 for their number.
+    divisor: int = 0
     # Whether a reduction fails in it.
     fails: bool = False
     # Numbers of the replicas that join in it: they take over the state of `source`.
@@ -108,7 +110,7 @@ class PlannedManager:
         assert self._number >= 0, "must call start_quorum before wait_quorum"
 
     def num_participants(self) -> int:
-        return len(self.attempt.replicas)
+        return self.attempt.divisor or len(self.attempt.replicas)
 
     def is_participating(self) -> bool:
         return self._replica in self.attempt.replicas

@@ -135,6 +135,7 @@ def train(options: Options, rank: int) -> None:
             "step": healed,
             "committed": is_committed,
             "replicas": manager._pg.replicas,
+            "takes_part": manager.is_participating(),
             "participants": manager.num_participants(),
             "loss": loss.item().hex() if healed == before else "",
             "weights": digest(model),

@@ -89,9 +89,9 @@ class Replica:
         whole = path.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def committed(self) -> list[Line]:
+    def committed(self, rank: int = 0) -> list[Line]:
         """The lines of committed steps."""
-        return [line for line in self.log() if line["committed"]]
+        return [line for line in self.log(rank) if line["committed"]]
 
     @property
     def last_step(self) -> int:
