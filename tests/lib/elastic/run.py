@@ -107,23 +107,38 @@ class Replica:
         return "\n".join(found)
 
 
-@contextlib.contextmanager
-def lighthouse(bind: str = "[::]:0") -> Iterator[str]:
-    """The address of a lighthouse of torchft's, in a process of its own inside the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LIGHTHOUSE, bind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        port = process.stdout.readline().strip().rpartition(":")[2]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+class Lighthouse:
+    """A lighthouse of torchft's, in a process of its own, inside a `with` block."""
+
+    def __init__(self) -> None:
+        self.address = ""  # known once it was started
+        self._bind = "[::]:0"
+
+    def start(self) -> None:
+        """Starts it, at the same address as before."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LIGHTHOUSE, self._bind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().strip().rpartition(":")[2]
+        self.address = f"http://127.0.0.1:{port}"
+        self._bind = f"[::]:{port}"
+
+    def kill(self) -> None:
+        """Kills it."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Lighthouse:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
 
 @contextlib.contextmanager
