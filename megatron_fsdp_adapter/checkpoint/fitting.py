@@ -8,14 +8,15 @@
 - Megatron pads the vocabulary to a multiple of the tensor-parallel size (times an option), so the
   same model has embedding and output tables of different lengths under different splits. No token
   uses a padding row, so a load may skip it.
-- megatron-core renamed some modules. A state is read from a checkpoint of a release with the other
-  names by these names (`renamed_like`).
+- megatron-core renamed some modules, and wrappers have other "module." prefixes. A state is read
+  from a checkpoint with other names by these names (`renamed_like`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +26,42 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, entries
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows
 from megatron_fsdp_adapter.optim.state import COUNT
-from megatron_fsdp_adapter.state.names import FP8_SCALING, OPTIMIZER_META, RENAMED
+from megatron_fsdp_adapter.state.names import FP8_SCALING, OPTIMIZER_META, RENAMED, split_depth
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 
 
+Renamed = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """The changes of the names in one part of a state.
+
+    texts: of `RENAMED`; depth: the "module." prefixes that every name gets in place of its own,
+    None to keep them."""
+
+    texts: tuple[Renamed, ...] = ()
+    depth: str | None = None
+
+
 def renamed_like(state: StateMapping, keys: Iterable[str]) -> StateDict:
-    """`state` in new containers, with the texts of `RENAMED` that are in `keys`.
+    """`state` in new containers, with the texts of `RENAMED` and the "module." prefixes that are in
+    `keys`.
 
     A part of a state (`_part_of`) has only the newer or only the older text. Most releases of
     megatron-core have one of them in all parts. Megatron-LM 0.20 saves models and optimizer state
-    under the older one, and options of parameter groups under the newer."""
+    under the older one, and options of parameter groups under the newer. The prefixes of a part
+    follow from the wrappers. Float16Module adds one to optimizer state, and version 2 of Megatron's
+    wrapper has one fewer than version 1 and ours."""
     others: dict[str, list[str]] = {}
     for key in keys:
         others.setdefault(_part_of(key), []).append(key)
     own: dict[str, list[str]] = {}
     for _, _, key in entries(state):
         own.setdefault(_part_of(key), []).append(key)
-    changes = {part: _changes(own[part], others.get(part, ())) for part in own}
-    return _with_keys(state, "", changes)  # type: ignore[no-any-return]
+    renamings = {part: _renaming(part, own[part], others.get(part, ())) for part in own}
+    return _with_keys(state, "", renamings)  # type: ignore[no-any-return]
 
 
 def _part_of(key: str) -> str:
@@ -51,32 +69,39 @@ def _part_of(key: str) -> str:
     return ".".join(key.split(".", 2)[: 2 if key.startswith("optimizer.") else 1])
 
 
-Renamed = Callable[[str], str]
-
-
-def _changes(own: Iterable[str], others: Iterable[str]) -> list[Renamed]:
-    """The changes of `RENAMED` by which the keys `own` get the texts of `others`."""
+def _renaming(part: str, own: Sequence[str], others: Sequence[str]) -> _Renaming:
+    """The changes by which the keys `own` of a part become like `others`."""
     text = " ".join(own)
     other = " ".join(others)
-    changes = []
+    texts = []
     for renaming in RENAMED:
         newer, older = renaming.to_newer, renaming.to_older
         for change, opposite in ((newer, older), (older, newer)):
             if change(text) != text and change(other) == other != opposite(other):
-                changes.append(change)
-    return changes
+                texts.append(change)
+    own_depths, depths = _depths(part, own), _depths(part, others)
+    is_other = len(own_depths) == len(depths) == 1 and own_depths != depths
+    return _Renaming(tuple(texts), depths.pop() if is_other else None)
 
 
-def _with_keys(value: Any, path: str, changes: Mapping[str, Sequence[Renamed]]) -> Any:
-    """`value`, which is at a path of a state, with the keys that each part's changes give."""
+def _depths(part: str, keys: Iterable[str]) -> set[str]:
+    """The "module." prefixes of the names in these keys of a part."""
+    return {split_depth(key.removeprefix(f"{part}."))[0] for key in keys}
+
+
+def _with_keys(value: Any, path: str, renamings: Mapping[str, _Renaming]) -> Any:
+    """`value`, which is at a path of a state, with the keys that each part's renaming gives."""
     if not isinstance(value, Mapping):
         return value
     found = {}
     for key, entry in value.items():
         at = f"{path}{key}"
-        for change in changes.get(_part_of(at), ()):
+        renaming = renamings.get(_part_of(at), _Renaming())
+        for change in renaming.texts:
             key = change(key)
-        found[key] = _with_keys(entry, f"{at}.", changes)
+        if renaming.depth is not None and path == f"{_part_of(at)}.":
+            key = renaming.depth + split_depth(key)[1]
+        found[key] = _with_keys(entry, f"{at}.", renamings)
     return found
 
 

@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
     split_halves,
 )
 from megatron_fsdp_adapter.state.model_state import checkpoint_form, chosen_form, module_form
-from megatron_fsdp_adapter.state.names import GlobalNames
+from megatron_fsdp_adapter.state.names import GlobalNames, split_depth
 from tests.lib.checkpoint.checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
 from tests.lib.gpt.gpt import Case, Trainer, build_trainer
 
@@ -79,20 +79,23 @@ def test_a_form_is_known_by_its_keys(name: str, depth: str) -> None:
         assert keys == dict(zip(asked, given, strict=True))
 
 
-INNER = "module.mtp.layers.0.{}.mlp.linear_fc1.weight"
+INNER = "mtp.layers.0.{}.mlp.linear_fc1.weight"
 NEWER, OLDER = INNER.format("mtp_model_layer"), INNER.format("transformer_layer")
+ONE, TWO_DEEP = "module.", "module.module."
 BY_RELEASE = {
     # The name in the model, in the optimizer's state and in the options of parameter groups.
-    "0.16": (OLDER, OLDER, OLDER),
-    "0.17": (NEWER, NEWER, NEWER),
-    "0.20, the bundled engine": (OLDER, OLDER, NEWER),
+    "0.16": (ONE + OLDER, TWO_DEEP + OLDER, TWO_DEEP + OLDER),
+    "0.17": (ONE + NEWER, TWO_DEEP + NEWER, TWO_DEEP + NEWER),
+    "0.20, the bundled engine": (ONE + OLDER, TWO_DEEP + OLDER, TWO_DEEP + NEWER),
+    "0.20, version 2 of the bundled engine": (OLDER, ONE + OLDER, ONE + NEWER),
 }
 
 
 def _named(model: str, moments: str, options: str) -> dict[str, Any]:
     moment = {"exp_avg": 2, "step": 3}
     optimizer = {"state": {moments: moment}, "param_to_group_meta": {options: {"lr": 4}}}
-    return {"model": {model: 1, "other": 0}, "optimizer": optimizer, "iteration": 5}
+    other = split_depth(model)[0] + "decoder.weight"
+    return {"model": {model: 1, other: 0}, "optimizer": optimizer, "iteration": 5}
 
 
 @pytest.mark.parametrize("stored", BY_RELEASE)

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.transformer.module import Float16Module
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_adapter.checkpoint.atomic import write_atomically
 from megatron_fsdp_adapter.checkpoint.folders import TRACKER
-from tests.lib.gpt import gpt
+from megatron_fsdp_adapter.state.names import OPTIMIZER_META as META
+from tests.lib.checkpoint.reshard_cases import (
+    TRAINED,
+    ZERO3,
+    Split,
+    Whole,
+    case_of,
+    differences,
+    split_of,
+    trainer_of,
+    whole_state,
+)
+from tests.lib.gpt import gpt, topologies
 from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.topologies import init_topology
 from tests.lib.ranks.launch import run_ranks
 
 CASE = gpt.Case(swiglu=True, bf16=True, microbatches=2)
 STEPS = (2, 3)
+FOLDER = "iter_0000002"
 Values = dict[str, np.ndarray]
 """Flat, as arrays: a tensor's storage ends with the process that sends it."""
 
@@ -77,6 +98,85 @@ def run_ours(
         loaded(trainer, root, with_optimizer=optimizer)
     trainer.wrapper.stop_communication()
     return {"whole": _whole(trainer, gpt.full_all), "losses": _steps(trainer, device, STEPS)}
+
+
+# A model with experts, from one rank of the bundled engine to ours under any split.
+
+
+def _experts(split: Split, gated: bool) -> Split:
+    return replace(split, case={"swiglu": gated})
+
+
+def run_bundled_experts(rank: int, world: int, root: str, gated: bool) -> None:
+    """Trains and saves into `root`; beside it what it has saved, as `whole_state` has it."""
+    from tests.lib.checkpoint import bundled
+
+    split = _experts(split_of(1, ZERO3, ep=1), gated)
+    init_topology(split.topology)
+    bundled.run_on_cpu()
+    case = case_of(split)
+    config = topologies.model_config(
+        split.topology,
+        case,
+        **dict.fromkeys(("params_dtype", "pipeline_dtype"), torch.bfloat16),
+        bf16=True,
+    )
+    # As Megatron-LM builds it: the engine's checkpoint code looks for that module, too.
+    model = Float16Module(config, topologies.build_chunk(split.topology, case, config, 0))
+    ddp = gpt.ddp_config(case, split.strategy, {"gradient_reduce_div_fusion": False})
+    wrapper = bundled.mcore_fsdp_adapter.FullyShardedDataParallel
+    with mock.patch.object(topologies, "FullyShardedDataParallel", wrapper):
+        trainer = topologies.wrapped(split.topology, case, [model], split.strategy, ddp, {})
+    for step in range(TRAINED):
+        topologies.run_schedule(trainer, step)
+        trainer.optimizer.step()
+    chunk = trainer.chunks[0]
+    wrapped = SimpleNamespace(wrapper=chunk, optimizer=trainer.optimizer, case=trainer.case)
+    bundled.save(wrapped, f"{root}/{FOLDER}")
+    write_atomically(Path(root) / TRACKER, "2")
+    chunk.module.state_dict()  # it shows the main weights then
+    adam = trainer.optimizer.optimizer.state
+    whole: Whole = {}
+    for name, param in chunk.named_parameters():
+        fields = {}
+        for what, value in {"weight": param, **adam[param]}.items():
+            fields[what] = getattr(value, "_local_tensor", value).detach().clone()
+        whole[gpt.plain_name(name)] = fields
+    torch.save(whole, f"{root}/whole.pt")
+
+
+def load_experts(rank: int, world: int, root: str, gated: bool, target: Split) -> list[str]:
+    """What is not the same bits in ours, under another split, as was saved."""
+    trainer = trainer_of(_experts(target, gated))
+    loaded(trainer, root)
+    return differences(whole_state(trainer), torch.load(f"{root}/whole.pt"))
+
+
+def rewrite_as_version_2(root: str) -> None:
+    """Gives a checkpoint of the bundled engine's version 1 the names of version 2.
+
+    As of Megatron-LM main, commit d98e8a64. Its wrapper is no model in a model
+    (`FullyShardedDataParallelV2`, mcore_fsdp_adapter.py): a state dict has the names of core's
+    model (`_BaseDataParallel.state_dict_for_save_checkpoint`, data_parallel_base.py), and
+    `get_global_unique_param_name` (fsdp_dtensor_checkpoint.py), from which optimizer state has its
+    names, those of one wrapper around it. That commit saves no optimizer state of version 2; a
+    later proposal (Megatron-LM#6215) gives it the layout of version 1. Both split SwiGLU's weights
+    by attributes of version 1's parameters, so a model without them is taken."""
+    folder = Path(root, FOLDER)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    state: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        else:
+            state[key] = None
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    shutil.rmtree(folder)
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        assert key.startswith(("model.module.", f"{META}.module.module.", "optimizer.state."))
+        found[key.replace("module.", "", 1)] = value
+    dcp.save(found, checkpoint_id=folder, no_dist=True)
 
 
 def half(
