@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..core.engine.grad_buffers import REDUCED_STATES
+from ..core.engine.grad_states import REDUCED_STATES
 from ..core.engine.params import ParamPair
 from ..core.runtime.device import COMPUTE, GATHER, Runtime
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Sequence
 
-from ..core.engine.grad_buffers import GradState
+from ..core.engine.grad_states import GradState
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..build.shard_attributes import mark_shard
-from ..core.engine.grad_buffers import GradState
+from ..core.engine.grad_states import GradState
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair, refuse_assigned_data
 from ..core.engine.partition import unchecked

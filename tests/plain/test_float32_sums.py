@@ -29,6 +29,7 @@ from megatron_fsdp_adapter import (
 )
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter.core.comm.communicator import Communicator
+from megatron_fsdp_adapter.core.engine.buffer import is_owned
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import full_all
@@ -76,14 +77,17 @@ def loss_of(model: Any, step: int, microbatch: int, rank: int) -> torch.Tensor:
 
 
 @contextmanager
-def launched() -> Iterator[list[tuple[str, torch.dtype, int]]]:
-    """Fills a list with the name of each collective but gathers, its dtype, and its ranks."""
+def launched(in_place: bool = False) -> Iterator[list[tuple[str, torch.dtype, int]]]:
+    """Fills a list with the name of each collective but gathers, its dtype, and its ranks. An
+    exchange reads gradients where autograd has left them, and not a copy."""
     found = []
     launch = Communicator.launch
 
     def noted(self: Communicator, name: str, pairs: Any, **options: Any) -> Any:
         if self.size > 1 and name not in ("all_gather", "broadcast") and self.carries:
             found.extend((name, source.dtype, self.size) for _, source in pairs)
+            if in_place:
+                assert name != "all_to_all" or not any(is_owned(source) for _, source in pairs)
         return launch(self, name, pairs, **options)
 
     with mock.patch.object(Communicator, "launch", noted):
@@ -143,7 +147,7 @@ def compare(case: Case, rank: int, say: str, outer: int = 1) -> None:
     model = made(theirs, IN_FLOAT32, case)
     expected = train(model, case, rank)
     mine = made(ours, SENT_IN_BF16, case)
-    with launched() as found:
+    with launched(in_place=True) as found:
         numbers = train(mine, case, rank)
     assert numbers == expected, say
     check_alike(mine, model, say)

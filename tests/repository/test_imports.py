@@ -64,7 +64,7 @@ MAX_FUNCTION = 60
 BUDGETS = {
     "build": 5_600,
     "checkpoint": 18_500,
-    "core": 45_200,
+    "core": 46_000,
     "elastic": 1_200,
     "graphs": 3_800,
     "launch": 2_600,

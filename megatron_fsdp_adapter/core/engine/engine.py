@@ -27,8 +27,8 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from . import construction, hooks
 from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
 from .gather import GatherPipeline
-from .grad_buffers import GradState
 from .grad_callbacks import at_end_of_backward, grad_callback
+from .grad_states import GradState
 from .group import laid_out
 from .launches import LaunchComparison
 from .microbatches import Microbatches

@@ -11,7 +11,6 @@ reduction, and freed after it.
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -20,76 +19,10 @@ import torch
 from megatron_fsdp_adapter.core.config import FURTHER_DTYPES, EngineConfig
 
 from .buffer import GroupShards, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
+from .grad_states import REDUCED_STATES, GradState, legal_transitions
 from .partition import ManagedParam, unchecked
 from .tensor_parallel import forget_partial
 from .wgrad import FusedWgrad
-
-
-class GradState(enum.Enum):
-    """The progress of a step's gradients. FINISHED only where there is an outer axis."""
-
-    EMPTY = "empty"  # none yet
-    ACCUMULATED = "accumulated"  # summed on this rank
-    REDUCED = "reduced"  # over the shard axis
-    FINISHED = "finished"  # over the outer axis as well
-
-    __hash__ = object.__hash__  # Enum's own is a function of Python's
-
-
-REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
-"""States in which the main gradients have values."""
-
-Transition = tuple[GradState, GradState]
-
-TRANSITIONS = {
-    # Gradients that are kept over microbatches are added one to the other, and reduced once.
-    (GradState.EMPTY, GradState.ACCUMULATED),
-    (GradState.ACCUMULATED, GradState.ACCUMULATED),
-    (GradState.ACCUMULATED, GradState.REDUCED),
-    # Others are reduced in each backward.
-    (GradState.EMPTY, GradState.REDUCED),
-    (GradState.REDUCED, GradState.REDUCED),
-    # They are forgotten, in any state.
-    (GradState.EMPTY, GradState.EMPTY),
-    (GradState.ACCUMULATED, GradState.EMPTY),
-    (GradState.REDUCED, GradState.EMPTY),
-    (GradState.FINISHED, GradState.EMPTY),
-}
-"""Transitions that are legal in every group."""
-
-ONE_RANK = {(GradState.REDUCED, GradState.ACCUMULATED)}
-"""If the shard axis has one rank: a further backward takes the reduction back."""
-
-OUTER_AXIS = {(GradState.REDUCED, GradState.FINISHED)}
-"""If there is an outer axis."""
-
-REPLICAS = {(GradState.FINISHED, GradState.REDUCED)}
-"""If the ranks of the outer axis end with equal gradients: before a further backward each of them
-keeps an equal part."""
-
-
-BESIDE = {(GradState.REDUCED, GradState.ACCUMULATED), (GradState.FINISHED, GradState.ACCUMULATED)}
-"""If sums may be kept beside reduced gradients: those are forgotten, and the sums stay."""
-
-
-def legal_transitions(
-    one_rank: bool, outer: bool, splits_outer: bool, beside: bool = False
-) -> set[Transition]:
-    """The legal transitions of a group.
-
-    one_rank: its shard axis has one rank. outer: it has an outer axis. splits_outer: gradients are
-    sharded over that one too. beside: sums may be kept beside reduced gradients.
-    """
-    legal = set(TRANSITIONS)
-    if beside:
-        legal |= BESIDE
-    if one_rank:
-        legal |= ONE_RANK
-    if outer:
-        legal |= OUTER_AXIS
-    if outer and not splits_outer:
-        legal |= REPLICAS
-    return legal
 
 
 class GradBuffers:
@@ -101,7 +34,7 @@ class GradBuffers:
         shards: of its layout.
         config: of the group.
         slot: where the bucket is in fixed memory.
-        one_rank, outer: as of `legal_transitions`.
+        one_rank, outer: as of `grad_states.legal_transitions`.
     """
 
     def __init__(
@@ -132,6 +65,9 @@ class GradBuffers:
         # Whether backward adds up microbatches in `collected`, which is then reduced once a step.
         self.is_kept = not config.strategy.shard_grads
         self._has_outer = outer  # whether there is an outer axis
+        # Whether gradients may be reduced where autograd has left them: parts of others lie in
+        # segments together, and exchanges of slots need both ends there.
+        self.may_stay = config.even_rows and slot.memory is None
         # Whether the reduction over that is left out, so that gradients are not attached.
         self.is_withheld = False
         # Whether the user has frozen all parameters, for all forwards in flight. Their backward
@@ -409,6 +345,39 @@ class GradBuffers:
                 zeroed.append(view)
         if zeroed:
             torch._foreach_zero_(zeroed)
+
+    def take_in_place(self) -> list[torch.Tensor] | None:
+        """Takes the unsharded parameters' `.grad`, 1-D, to be reduced where autograd has left them.
+        Takes none and returns None unless each is there, and is like its segment of the bucket."""
+        if self.direct.is_open or not self._has_segment_each:
+            return None
+        segments = self.bucket.segments(self.shards.full)
+        with unchecked():
+            grads = [param.grad for param in self._params]
+        found = []
+        for grad, segment in zip(grads, segments, strict=True):
+            if type(grad) is not torch.Tensor or not grad.is_contiguous():
+                return None
+            if grad.dtype != segment.dtype or grad.numel() != segment.numel():
+                return None
+            found.append(grad.view(-1))
+        self.take_off()
+        self.given = self._all
+        return found
+
+    @functools.cached_property
+    def _has_segment_each(self) -> bool:
+        """True if each parameter is a segment of its own, in layout order, without padding."""
+        layout = self.shards.full.layout
+        if len(layout.segments) != len(self._params):
+            return False
+        pairs = zip(layout.segments, layout.placements, self._params, strict=True)
+        for number, (segment, placement, param) in enumerate(pairs):
+            if placement.segment != number or placement.offset != segment.offset:
+                return False
+            if param.numel() != segment.numel:
+                return False
+        return True
 
     def take_late(self) -> ShardedBuffer:
         """Moves the unsharded parameters' `.grad` into a new buffer and returns that. It has the

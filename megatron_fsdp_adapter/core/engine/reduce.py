@@ -9,6 +9,9 @@ once: in place, or through a transient bucket of the communication dtype. Either
 scale is applied to what goes into a reduction or to what came out of it, once, and never to a
 running sum; docs/precision.md has the table.
 
+Gradients that need no cast, of parameters that are segments of their own (`even_rows`), are reduced
+where autograd has left them, if the reduction only reads them.
+
 Buckets are written by compute, so they are allocated and freed on the compute stream. One is
 freed when its own reduction has passed, at the moment the bucket after next is needed; waiting
 for the whole reduce stream was rejected, as it would wait for the reduction just launched.
@@ -20,7 +23,8 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +33,9 @@ from megatron_fsdp_adapter.core.comm.communicator import LaunchLog
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
-from .buffer import FlatBuffer
-from .grad_buffers import REDUCED_STATES, GradState
+from .grad_states import REDUCED_STATES, GradState
 from .group import ParamGroup
-from .reduction import DomainReduce, Reduction, scale_each
+from .reduction import DomainReduce, InFlight, Reduction, largest_domain_first, scale_each
 from .step import Last
 from .unit import Unit
 
@@ -42,46 +45,8 @@ memory formula (`plan/memory.py`) reads it."""
 
 FINISHED_STATES = (GradState.FINISHED,)
 
-
-@dataclass(frozen=True)
-class InFlight:
-    """A reduction that was launched."""
-
-    # Groups whose buckets it reads.
-    groups: Sequence[ParamGroup]
-    # After which they may be freed.
-    event: Any
-    # Memory of no group, which is kept alive until then.
-    buffers: Sequence[FlatBuffer] = ()
-
-    def uses_memory_of(self, groups: Sequence[ParamGroup]) -> bool:
-        """True if the bucket of any of `groups` lies where one of these does."""
-        for one in self.groups:
-            for group in groups:
-                if _same_memory(one, group):
-                    return True
-        return False
-
-
-def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
-    slot = one.grads.slot.number
-    return one is other or (slot is not None and slot == other.grads.slot.number)
-
-
-def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
-    """The parts of each domain, the domain with most elements first; equal on all ranks.
-
-    Only a kernel that is launched between two units finds room beside compute at once: the next
-    one waits for a large GEMM to end. On 4 GPUs that was 2 ms of a reduction's 7.
-    """
-    found: dict[str, list[Reduction]] = {}
-    for part in parts:
-        found.setdefault(part.group.key.domain, []).append(part)
-    return sorted(found.values(), key=_numel, reverse=True)
-
-
-def _numel(parts: Sequence[Reduction]) -> int:
-    return sum(part.group.layout.total_numel for part in parts)
+InPlace = Mapping[ParamGroup, Sequence[torch.Tensor]]
+"""Gradients by group, 1-D, that are reduced where autograd has left them."""
 
 
 def _is_unreduced(group: ParamGroup) -> bool:
@@ -221,8 +186,7 @@ class ReducePipeline:
         is_known_last = last is Last.YES
         self._outer_in_backward = is_known_last
         self._begin(unit, groups)
-        for group in groups:
-            self._take(group)
+        in_place = self._take(groups)
         self._note(unit)
         ready = groups
         # In a model with sharded gradients the caller need not know which microbatch is the last.
@@ -234,18 +198,27 @@ class ReducePipeline:
         if not ends or more_may_come or not self.config.overlap_grad_reduce:
             ready = [group for group in groups if not group.grads.is_kept]
         if ready:
-            self._launch(ready)
+            self._launch(ready, in_place)
         if is_known_last:
             self._finish_outer(groups)
 
-    def _take(self, group: ParamGroup) -> None:
-        """Takes a backward's gradients: into a fresh bucket, or added to those of microbatches
-        before."""
-        grads = group.grads
-        grads.collected.allocate()
-        grads.take(accumulate=grads.is_summed)
-        if grads.is_kept:
-            grads.were_summed()
+    def _take(self, groups: Sequence[ParamGroup]) -> InPlace:
+        """Takes a backward's gradients: into fresh buckets, or added to those of microbatches
+        before. Returns those that stay where they are until they are reduced, by group."""
+        in_place = {}
+        for group in groups:
+            grads = group.grads
+            may_stay = grads.may_stay and not grads.is_kept and self.check is None
+            if may_stay and self._reduction_of(group).only_reads:
+                found = grads.take_in_place()
+                if found is not None:
+                    in_place[group] = found
+                    continue
+            grads.collected.allocate()
+            grads.take(accumulate=grads.is_summed)
+            if grads.is_kept:
+                grads.were_summed()
+        return in_place
 
     def reduce_late_grads(self, unit: Unit) -> bool:
         """Takes gradients that came after `backward_done`, in a unit that keeps some. Returns
@@ -258,12 +231,11 @@ class ReducePipeline:
         )
         taken = fresh if were_reduced else [*fresh, *groups]
         self._begin(unit, taken)
-        for group in taken:
-            self._take(group)
+        in_place = self._take(taken)
         if taken:
             self._note(unit)
         if fresh:
-            self._launch(fresh)
+            self._launch(fresh, in_place)
         if not were_reduced:
             return False
         for group in groups:
@@ -384,16 +356,23 @@ class ReducePipeline:
         for unit in sorted(units, key=lambda unit: -unit.ordinal):
             self._finish_outer(unit.trainable_groups)
 
-    def _launch(self, groups: Sequence[ParamGroup]) -> None:
-        """Starts reducing the collected gradients of `groups`, in one launch for each domain."""
+    def _launch(
+        self, groups: Sequence[ParamGroup], in_place: InPlace = MappingProxyType({})
+    ) -> None:
+        """Starts reducing the collected gradients of `groups`, in one launch for each domain.
+        in_place: gradients that are not collected."""
         transient = [group for group in groups if group.grads.has_transient_bucket]
         if any(group.grads.is_kept for group in transient):
             self._make_room(transient)
         for group in groups:
             group.grads.load_from_host()
-        reductions = [self._reduction_of(group) for group in groups]
-        for reduction in reductions:
-            grads = reduction.group.grads
+        reductions = []
+        for group in groups:
+            reduction = self._reduction_of(group)
+            if group in in_place:
+                reduction = replace(reduction, segments=in_place[group])
+            reductions.append(reduction)
+            grads = group.grads
             grads.fill_bucket()
             reduction.scale_segments()
             grads.main.allocate()
@@ -407,7 +386,8 @@ class ReducePipeline:
         finishes = [reduction.finish for reduction in reductions]
         self.runtime.launch(REDUCE, launch, *finishes)
         if transient:
-            self._in_flight.append(InFlight(transient, self.runtime.record(REDUCE)))
+            held = list(itertools.chain(*in_place.values()))
+            self._in_flight.append(InFlight(transient, self.runtime.record(REDUCE), held))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
         grads = group.grads

@@ -6,11 +6,14 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.comm.communicator import (
+    ALL_REDUCE,
+    ALONE,
     AVERAGE,
     REDUCE_SCATTER,
     Communicator,
@@ -145,6 +148,15 @@ class Reduction:
         return list(zip(self.outputs, self.segments, strict=True))
 
     @functools.cached_property
+    def only_reads(self) -> bool:
+        """True if the reduction only reads what is communicated: nothing there is scaled, and
+        results have another place."""
+        reduce = self.reduce
+        has_place = reduce.way.finishes or (reduce.writes_main and not self.adds)
+        scatters = reduce.way not in (ALONE, ALL_REDUCE)
+        return scatters and has_place and reduce.factor(Scaled.SENT) == 1.0
+
+    @functools.cached_property
     def _copy_to_main(self) -> Callable[[Sequence[torch.Tensor]], None]:
         return copies_to(self.main)
 
@@ -223,6 +235,47 @@ class Reduction:
         """Calls the group's hook with what came out. There must be a hook."""
         for output in self.outputs:
             self.group.grads.reduced_hook(output)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A reduction that was launched."""
+
+    # Groups whose buckets it reads.
+    groups: Sequence[ParamGroup]
+    # After which they may be freed.
+    event: Any
+    # Memory of no group, which is kept alive until then.
+    buffers: Sequence[FlatBuffer | torch.Tensor] = ()
+
+    def uses_memory_of(self, groups: Sequence[ParamGroup]) -> bool:
+        """True if the bucket of any of `groups` lies where one of these does."""
+        for one in self.groups:
+            for group in groups:
+                if _same_memory(one, group):
+                    return True
+        return False
+
+
+def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
+    slot = one.grads.slot.number
+    return one is other or (slot is not None and slot == other.grads.slot.number)
+
+
+def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
+    """The parts of each domain, the domain with most elements first; equal on all ranks.
+
+    Only a kernel that is launched between two units finds room beside compute at once: the next
+    one waits for a large GEMM to end. On 4 GPUs that was 2 ms of a reduction's 7.
+    """
+    found: dict[str, list[Reduction]] = {}
+    for part in parts:
+        found.setdefault(part.group.key.domain, []).append(part)
+    return sorted(found.values(), key=_numel, reverse=True)
+
+
+def _numel(parts: Sequence[Reduction]) -> int:
+    return sum(part.group.layout.total_numel for part in parts)
 
 
 def part_before_sum(scale: float) -> float:

@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .extensions import inner_names
-from .grad_buffers import GradState
+from .grad_states import GradState
 from .group import ParamGroup
 from .kept_parts import KeptParts
 from .params import (

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers, GradState
+from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers
+from megatron_fsdp_adapter.core.engine.grad_states import GradState
 from megatron_fsdp_adapter.core.engine.params import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.step import Step
@@ -30,6 +31,7 @@ CHECKS = (
     "core/engine/params.py",
     "core/engine/group.py",
     "core/engine/grad_buffers.py",
+    "core/engine/grad_states.py",
     "core/engine/weight_buffers.py",
     "core/engine/engine.py",
     "core/engine/step.py",
