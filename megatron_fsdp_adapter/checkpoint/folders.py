@@ -182,7 +182,7 @@ def require_ours(root: Path, folder: Path, also: str | None = None) -> None:
         what, advice = found
         raise ValueError(
             f"{folder} is {what}, not a checkpoint in the format fsdp_dtensor: {advice}; "
-            f"{remedy(root)}"
+            f"{remedy(root, folder)}"
         )
 
 
@@ -196,7 +196,7 @@ def foreign(folder: Path, also: str | None = None) -> tuple[str, str] | None:
 
 
 def _broken(root: Path, folder: Path, why: str) -> ValueError:
-    return ValueError(f"{folder} is half-written: {why}; {remedy(root)}")
+    return ValueError(f"{folder} is half-written: {why}; {remedy(root, folder)}")
 
 
 def _unpickled(root: Path, folder: Path) -> Metadata:
@@ -210,11 +210,11 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
             f"torch.distributed.checkpoint does not write ({error}). Nothing in it was executed"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{folder} is damaged: {error}; {remedy(root)}") from error
+        raise ValueError(f"{folder} is damaged: {error}; {remedy(root, folder)}") from error
     except Exception as error:
         # pickle may raise any error on damaged bytes
         why = f".metadata cannot be read ({type(error).__name__}: {error})"
-        raise ValueError(f"{folder} is damaged: {why}; {remedy(root)}") from error
+        raise ValueError(f"{folder} is damaged: {why}; {remedy(root, folder)}") from error
 
 
 def read_metadata(root: Path, folder: Path) -> Metadata:
@@ -237,9 +237,13 @@ def read_metadata(root: Path, folder: Path) -> Metadata:
     return metadata
 
 
-def remedy(root: Path) -> str:
-    """The end of an error's text: the checkpoints of `root` that can be loaded instead."""
-    complete = complete_iterations(root)
+def remedy(root: Path, broken_folder: Path | None = None) -> str:
+    """The end of an error's text: the checkpoints of `root` that can be loaded instead.
+
+    broken_folder: the one that the error is about, however complete it looks."""
+    complete = list(complete_iterations(root))
+    if broken_folder is not None and iteration_of(broken_folder) in complete:
+        complete.remove(iteration_of(broken_folder))
     broken = half_written(root)
     if complete:
         options = ", ".join(map(str, complete[-5:]))

@@ -438,6 +438,8 @@ def test_verify_and_a_load_say_what_is_wrong(
     message = str(error.value)
     for word in row.load:
         assert word in message
+    if "complete in" in message and folder.name in message:
+        assert "iteration 1 (name" in message, "the broken one is not among the complete ones"
     assert same(target, _state(-1.0)), "nothing may be touched before the error"
     iteration, loaded = load_checkpoint(root, target, iteration=1)
     assert iteration == 1

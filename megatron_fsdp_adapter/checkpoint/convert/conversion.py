@@ -150,11 +150,15 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
+HUGGING_FACE = ("huggingface", "hf", "safetensors")
+"""Names under which users ask for weights of Hugging Face."""
+
+
 def _check_format(name: str) -> None:
     """Raises ValueError unless `name` is one of `FORMATS`."""
-    if name == "huggingface":
+    if name in HUGGING_FACE:
         raise ValueError(
-            "format='huggingface': Megatron-Bridge converts from and to Hugging Face. Convert to "
+            f"format={name!r}: Megatron-Bridge converts from and to Hugging Face. Convert to "
             "torch_dist and export that with AutoBridge.export_ckpt, or import with "
             "AutoBridge.import_ckpt and convert the result"
         )

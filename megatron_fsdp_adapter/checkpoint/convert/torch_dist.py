@@ -73,6 +73,7 @@ from megatron_fsdp_adapter.state.names import split_depth
 
 SHARDING_TYPE = "fully_reshardable"
 
+VERSION = "checkpoint_version"
 RECORD = "fsdp_dtensor_names"
 """Entry of the common state that records the `fsdp_dtensor` names' style."""
 
@@ -245,9 +246,10 @@ def _rest(
     # `TrainingState.rest`: the common state without the optimizer, and the RNG states by the
     # names of `fsdp_dtensor`. record: the `RECORD` of the folder, {} if it has none.
     if weights_only:
-        kept = ("args", "checkpoint_version", "iteration")
-        return {key: common[key] for key in kept if key in common}
-    rest = {k: v for k, v in common.items() if k not in ("optimizer", "content_metadata")}
+        kept = {"args", VERSION, "iteration"} - {*record.get("added", ())}
+        return {key: value for key, value in common.items() if key in kept}
+    left_out = {"optimizer", "content_metadata", *record.get("added", ())}
+    rest = {key: value for key, value in common.items() if key not in left_out}
     if "rng_state" in record:
         rest["rng_state"] = record["rng_state"]
         return rest
@@ -285,7 +287,9 @@ def _common_state(
         record["rng_state"] = places  # saved by a script in another form
     if state.moments:
         common["optimizer"] = to_optimizer_state(state, SHARDING_TYPE)
-    common.setdefault("checkpoint_version", 3.0)
+    if VERSION not in common:
+        common[VERSION] = 3.0
+        record["added"] = [VERSION]
     common.setdefault("iteration", state.iteration)
     common[RECORD] = record
     common["content_metadata"] = {

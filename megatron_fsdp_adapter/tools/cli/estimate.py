@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ from megatron_fsdp_adapter.tools.models.sources import (
     from_options,
     name_of,
     options_from,
+    split_problems,
 )
-from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, Parallel, flag
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Parallel, flag
 from megatron_fsdp_adapter.tools.planning.planned import (
     PlannedModel,
     Replicas,
+    fullest_stage,
     layer_numels,
     planned_units,
 )
@@ -66,8 +69,11 @@ from .precision_options import (
 EXPERT_RANKS = "expert_model_parallel_size"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Options that split the model itself, which `plan` counts."""
+TENSOR_RANKS = "tensor_model_parallel_size"
+PIPELINE_RANKS = "pipeline_model_parallel_size"
+MOST_RANKS = 2**16
+"""Data-parallel ranks up to which layouts are made in seconds."""
+MOST_LAYERS = 10_000
 
 _DTYPE_OPTIONS = {
     option: {"choices": list(POLICY_DTYPES), "help": meaning}
@@ -102,6 +108,16 @@ RUN: Flags = {
         "default": 1,
         "metavar": "N",
         "help": "shards; default: %(default)s",
+    },
+    TENSOR_RANKS: {
+        "type": int,
+        "metavar": "N",
+        "help": "tensor-parallel ranks, which do not split experts; default: 1",
+    },
+    PIPELINE_RANKS: {
+        "type": int,
+        "metavar": "N",
+        "help": "pipeline stages, of which the one that holds most is counted; default: 1",
     },
     EXPERT_RANKS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
     "data_parallel_sharding_strategy": {
@@ -211,8 +227,8 @@ def _check(given: argparse.Namespace) -> None:
     memory = given.memory_gib
     budget = vars(given).get(BUDGET, 0.0)
     numel = vars(given).get(UNIT_NUMEL, 0)
-    if size < 1:
-        raise ValueError(f"--data-parallel-size {size} must be at least 1")
+    if not 1 <= size <= MOST_RANKS:
+        raise ValueError(f"--data-parallel-size {size} must be from 1 to {MOST_RANKS:,}")
     if rank is not None and not 0 <= rank < size:
         raise ValueError(
             f"--rank {rank} must be from 0 to {size - 1} with --data-parallel-size {size}"
@@ -248,40 +264,58 @@ def _replicas(given: argparse.Namespace, ranks: Mapping[str, int]) -> dict[str, 
     return found
 
 
+def _parallel(spec: ModelSpec, options: Mapping[str, Any], size: int) -> Parallel:
+    """The model-parallel sizes. Raises ValueError for sizes into which Megatron cannot split."""
+    tensor = options.get(TENSOR_RANKS) or 1
+    pipeline = options.get(PIPELINE_RANKS) or 1
+    parallel = Parallel(tensor, pipeline, expert=options.get(EXPERT_RANKS) or 1)
+    if pipeline > spec.num_layers:
+        raise ValueError(
+            f"{flag(PIPELINE_RANKS)} {pipeline}: must be at most --num-layers {spec.num_layers}"
+        )
+    if (tensor, pipeline) != (1, 1):
+        ranks = tensor * pipeline * size
+        problems = split_problems(spec, replace(parallel, expert=1), ranks, 1, size)
+        if problems:
+            raise ValueError(problems[0])
+    return parallel
+
+
 def run(given: argparse.Namespace) -> Report:
     """The whole report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     values = vars(given)
     options = options_from(values)
     dtype = _dtype_name(options, "config" in given)
-    for name in SPLITS:
-        if options.get(name) not in (None, 1):
-            raise ValueError(
-                f"{flag(name)} {options[name]}: `estimate` counts ranks that have the whole "
-                "model. Leave it out, or use `plan`, which counts parts of models"
-            )
     if dtype not in DTYPES:
         raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
     quantized = quantization(options, dtype)
     spec = from_options(options, name_of(values))
+    if spec.num_layers > MOST_LAYERS:
+        raise ValueError(f"--num-layers {spec.num_layers} must be at most {MOST_LAYERS:,}")
     size = given.data_parallel_size
-    parallel = Parallel(expert=options.get(EXPERT_RANKS) or 1)
-    if size % parallel.expert or (spec.num_experts or 1) % parallel.expert:
+    parallel = _parallel(spec, options, size)
+    # Tensor parallelism does not split experts: its ranks hold others, or shards of the same.
+    ranks_of_stage = size * parallel.tensor
+    if ranks_of_stage % parallel.expert or (spec.num_experts or 1) % parallel.expert:
         raise ValueError(
-            f"{flag(EXPERT_RANKS)} {parallel.expert}: must divide --data-parallel-size {size} and "
-            f"--num-experts {spec.num_experts}"
+            f"{flag(EXPERT_RANKS)} {parallel.expert}: must divide the {ranks_of_stage} tensor and "
+            f"data-parallel ranks and --num-experts {spec.num_experts}"
         )
-    replicas = _replicas(given, {DENSE: size, EXPERT: size // parallel.expert})
-    numel = ddp_options.unit_numel(given, given, layer_numels(spec, parallel))
+    stage = fullest_stage(spec, parallel)
+    expert_ranks = ranks_of_stage // parallel.expert
+    replicas = _replicas(given, {DENSE: size, EXPERT: expert_ranks})
+    numel = ddp_options.unit_numel(given, given, layer_numels(spec, parallel, stage))
     units = planned_units(
         spec,
         replicas[DENSE].shards(size),
-        replicas[EXPERT].shards(size // parallel.expert),
+        replicas[EXPERT].shards(expert_ranks),
         DTYPES[dtype],
         form=quantized.weights,
         unit_numel=numel,
         fused=not is_on(given, UNFUSED),
         split=parallel,
+        stage=stage,
     )
     budget = int(values.get(BUDGET, 0.0) * GIB)
     ahead = values.get(UNIT_NUMEL, 0)
@@ -297,6 +331,12 @@ def run(given: argparse.Namespace) -> Report:
     report["experts"] = of_experts and of_experts.name
     report["replicas"] = {kind: one.count for kind, one in replicas.items()}
     report["parameters"] = spec.num_parameters
+    report["split"] = {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "expert": parallel.expert,
+        "stage": stage,
+    }
     report["not_counted"] = list(spec.left_out)
     return report
 

@@ -26,6 +26,7 @@ def render(report: Report, memory_gib: float | None) -> str:
     lines = [
         f"{report['parameters']:,} parameters, {report['params_dtype']} compute weights"
         f"{quantized}, data-parallel size {report['num_shards']:,}{_replicas(report)}{experts}"
+        f"{_split(report)}"
     ]
     lines += [f"not counted: {line}" for line in report["not_counted"]]
     lines.append("")
@@ -42,6 +43,17 @@ def _replicas(report: Report) -> str:
     if dense == experts:
         return f" in {dense} replicas" if dense > 1 else ""
     return f" in {dense} replicas, of experts {experts}"
+
+
+def _split(report: Report) -> str:
+    """The model-parallel sizes above 1."""
+    split = report["split"]
+    words = [
+        f"{kind} {split[kind]}" for kind in ("tensor", "pipeline", "expert") if split[kind] > 1
+    ]
+    if split["pipeline"] > 1:
+        words.append(f"stage {split['stage']}, which holds most")
+    return f"; model parallel: {', '.join(words)}" if words else ""
 
 
 def _strategy_rows(

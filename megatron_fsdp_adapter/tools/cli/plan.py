@@ -32,6 +32,8 @@ from megatron_fsdp_adapter.tools.planning.search import Plan, Request, plan
 
 from .output import USAGE, answer, base_parser
 
+MOST_GPUS = 16_384
+
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
     "num_distributed_optimizer_instances": ("instances", int),
@@ -106,6 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     """The plan by the options. Raises ValueError or FileNotFoundError for bad input."""
     options = vars(given)
+    if not 1 <= given.gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus {given.gpus}: must be from 1 to {MOST_GPUS:,}")
     machine = machine_named(given.gpu, given.network)
     fixed = {}
     for name, (field, _) in FIXED.items():

@@ -74,7 +74,7 @@ def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> sourc
         return source.of_script(given.script, given.arguments, given.world_size)
     if not files and not settings:
         raise ValueError(
-            "--prove: no configuration. Give a script with its command line, --config or --preset"
+            "no configuration. Give a script with its command line, --config or --preset"
         )
     options = sources.options_from({**files, **settings})
     return source.of_options(options, sources.name_of(files), given.world_size)

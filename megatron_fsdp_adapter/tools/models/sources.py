@@ -5,6 +5,7 @@ configs, Megatron's options; and Megatron's options for model parallelism.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -147,9 +148,26 @@ def read_options(path: str) -> Options:
     """The options of a preset, by names with `_`; those that do not describe the model, too. Raises
     as `read_preset`."""
     options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
+    _check_spelling(path, options)
     if "disable_bias_linear" in options:
         options["add_bias_linear"] = not options.pop("disable_bias_linear")
     return options
+
+
+ALIKE = 0.9
+"""Ratio of `difflib` from which an unknown key is taken for a misspelt one. Options of Megatron
+that do not describe the model are less like those that do."""
+
+
+def _check_spelling(path: str, options: Options) -> None:
+    """Raises ValueError for a key that is nearly that of an option of the model."""
+    known = (*OPTIONS, "disable_bias_linear")
+    for name in options:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+        if near and name not in known:
+            raise ValueError(
+                f"--config {path}: unknown key {name}. Did you mean {near[0].replace('_', '-')}?"
+            )
 
 
 def options_from(given: Options) -> Options:

@@ -295,6 +295,15 @@ def layer_numels(spec: ModelSpec, split: Parallel = WHOLE, stage: int = 0) -> tu
     return tuple(found.values())
 
 
+def fullest_stage(spec: ModelSpec, split: Parallel) -> int:
+    """The pipeline stage whose ranks have most parameters; the first of several."""
+    counts = []
+    for stage in range(split.pipeline):
+        rows = listing(spec, split, stage)
+        counts.append(sum(math.prod(shape) for _, _, shape, _ in rows))
+    return counts.index(max(counts))
+
+
 def _spec(
     index: int, fqn: str, shape: Shape, dtype: torch.dtype, form: WeightFormat | None
 ) -> ParamSpec:

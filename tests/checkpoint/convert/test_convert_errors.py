@@ -377,7 +377,11 @@ def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "message"),
-    [("huggingface", "AutoBridge.export_ckpt"), ("nemo", "one of fsdp_dtensor, torch_dist")],
+    [
+        ("huggingface", "AutoBridge.export_ckpt"),
+        ("safetensors", "AutoBridge.export_ckpt"),
+        ("nemo", "one of fsdp_dtensor, torch_dist"),
+    ],
 )
 def test_another_format_is_refused_by_name(tmp_path: Path, to: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"format='{to}'.*{message}"):

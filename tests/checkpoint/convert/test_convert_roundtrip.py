@@ -94,6 +94,15 @@ def _check_torch_dist(
         assert torch.equal(found[f"decoder.layers.{at}{fc2}"][(*place, 1)], expected.to(dtype))
 
 
+def test_a_key_that_torch_dist_needs_is_not_brought_back(tmp_path: Path) -> None:
+    state = fsdp_state(Model())
+    del state["checkpoint_version"]
+    before, between, after = trip(tmp_path, state, ("torch_dist", {}), ("fsdp_dtensor", {}))
+    assert "checkpoint_version" not in before.keys() | after.keys()
+    assert between["checkpoint_version"] == 3.0
+    assert differences(before, after) == []
+
+
 def test_weights_only_leaves_out_optimizer_scheduler_and_generators(tmp_path: Path) -> None:
     only = {"weights_only": True}
     found = trip(tmp_path, fsdp_state(Model()), ("torch_dist", only), ("fsdp_dtensor", only))[-1]

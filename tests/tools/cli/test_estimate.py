@@ -465,6 +465,40 @@ def test_experts_are_held_by_the_ranks_that_have_them(capsys: pytest.CaptureFixt
     assert plan["optimizer state"] == pytest.approx(more["optimizer state"], rel=1e-3)
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 4), (2, 2)])
+def test_a_rank_of_a_split_model_holds_its_part(
+    tensor: int, pipeline: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `plan` counts it, which simulates the engine. The last stage, with the output layer, holds
+    as much as the first, with the embedding; norms are whole on each tensor-parallel rank."""
+    sizes = (f"--tensor-model-parallel-size={tensor}", f"--pipeline-model-parallel-size={pipeline}")
+    found = run_main(capsys, *LLAMA_8B, "--data-parallel-size=2", *sizes)
+    whole = run_main(capsys, *LLAMA_8B, "--data-parallel-size=2")
+    held = found["strategies"][ZERO_3]["bytes"]
+    assert found["split"]["stage"] == (pipeline - 1 if pipeline > 1 else 0)
+    spec = model_named("llama3-8b")
+    chosen = Configuration(2 * tensor * pipeline, Parallel(tensor, pipeline))
+    plan = memory(spec, chosen, machine_named("h200"), microbatches=pipeline)
+    for kind in ("main weights", "optimizer state"):
+        assert held[kind] == pytest.approx(plan[kind], rel=1e-3)
+        rest = whole["strategies"][ZERO_3]["bytes"][kind] / held[kind]
+        assert tensor * pipeline * 0.7 < rest < tensor * pipeline * 1.001
+    assert main([*LLAMA_8B, *sizes]) == 0
+    assert f"model parallel: {'tensor 2' if tensor > 1 else 'pipeline'}" in capsys.readouterr().out
+
+
+def test_tensor_parallel_ranks_hold_other_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `plan` counts them: of 2 x 4 tensor and data-parallel ranks, 2 have the same experts."""
+    words = ("--preset=mixtral-8x7b", "--num-layers=4", "--data-parallel-size=4")
+    words += ("--tensor-model-parallel-size=2", "--expert-model-parallel-size=4")
+    held = run_main(capsys, *words)["strategies"][ZERO_3]["bytes"]
+    spec = replace(model_named("mixtral-8x7b"), num_layers=4)
+    chosen = Configuration(8, Parallel(2, expert=4))
+    plan = memory(spec, chosen, machine_named("h200"), microbatches=1)
+    for kind in ("main weights", "optimizer state"):
+        assert held[kind] == pytest.approx(plan[kind], rel=1e-3)
+
+
 WIDE = {**PRESETS["llama3-8b"], "num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": None}
 BYTES = "num-layers: 1\nhidden-size: 8\nnum-attention-heads: 1\nseq-length: 16\n"
 FP8_FILE = "bf16: true\nfp8-format: hybrid\nfp8-recipe: mxfp8\nfp8-param-gather: true\n"
@@ -593,7 +627,11 @@ FP8_TINY = (
             "add-bias-linear: true\nmoe-shared-expert-intermediate-size: 8",
             "Give --disable-bias-linear",
         ),
-        ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
+        ("tensor-model-parallel-size: 3", "tensor_model_parallel_size=3"),
+        ((*LLAMA_8B, "--pipeline-model-parallel-size=64"), "must be at most --num-layers 32"),
+        ((*LLAMA_8B, "--data-parallel-size=100000000"), "must be from 1 to 65,536"),
+        ((*LLAMA_8B, "--num-layers=100000000"), "must be at most 10,000"),
+        ("num_layerz: 12", "unknown key num_layerz. Did you mean num-layers?"),
         ("hidden-size: wide", "--hidden-size 'wide'"),
         ("swiglu: 1", "--swiglu 1"),
         ("bf16: true\nfp16: true", "--bf16 and --fp16"),
