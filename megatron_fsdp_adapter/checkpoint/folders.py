@@ -241,9 +241,8 @@ def remedy(root: Path, broken_folder: Path | None = None) -> str:
     """The end of an error's text: the checkpoints of `root` that can be loaded instead.
 
     broken_folder: the one that the error is about, however complete it looks."""
-    complete = list(complete_iterations(root))
-    if broken_folder is not None and iteration_of(broken_folder) in complete:
-        complete.remove(iteration_of(broken_folder))
+    broken_iteration = None if broken_folder is None else iteration_of(broken_folder)
+    complete = [one for one in complete_iterations(root) if one != broken_iteration]
     broken = half_written(root)
     if complete:
         options = ", ".join(map(str, complete[-5:]))
