@@ -7,12 +7,13 @@ Without a GPU it is the time of operators on the host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_fsdp_adapter.core.engine.grad_buffers import GradBuffers
@@ -107,31 +108,72 @@ def measured(step: Callable[[], None]) -> dict[str, float]:
 def split(events: Iterable[Any], has_gpu: bool) -> dict[str, float]:
     """Milliseconds by part of the events of a profile."""
     total: Counter[str] = Counter()
-    for event in events:
-        if has_gpu:
-            for kernel in event.kernels:
-                total[_part(event, kernel.name)] += kernel.duration
-        else:
-            total[_part(event, event.name)] += event.self_cpu_time_total
+    if has_gpu:
+        for part, time in _parts_of_kernels(list(events)):
+            total[part] += time
+    else:
+        for event in events:
+            total[_part_on_host(event)] += event.self_cpu_time_total
     return {part: total[part] / 1000 for part in PARTS}
 
 
-def _part(event: Any, kernel: str) -> str:
-    """The part of a kernel that an event has launched."""
-    name = kernel.lower()
-    if "nccl" in name or "c10d" in name or "gloo" in name:
+def _parts_of_kernels(events: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Part and microseconds of each kernel. It belongs to the innermost named range in which the
+    host has launched it: the operator that the profiler knows of a Triton kernel is around that."""
+    launches = {}
+    ranges = []
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            continue
+        time = event.time_range
+        if event.name.startswith("cu"):  # of CUDA's runtime or driver
+            launches[event.id] = time.start
+        part = _named_part(event.name)
+        if part is not None:
+            ranges.append((time.end - time.start, time.start, time.end, part))
+    ranges.sort()  # the innermost of several is the shortest
+    for event in events:
+        if event.device_type == DeviceType.CPU or event.is_user_annotation:
+            continue
+        part = _collective(event.name)
+        if part is None:
+            part = COMPUTE
+            launch = launches.get(event.id, -1.0)
+            for _, start, end, named_part in ranges:
+                if start <= launch <= end:
+                    part = named_part
+                    break
+        yield part, event.time_range.end - event.time_range.start
+
+
+def _collective(name: str) -> str | None:
+    """The part of a collective of this name; None for what is none, or has no part of its own."""
+    lower = name.lower()
+    if "nccl" in lower or "c10d" in lower or "gloo" in lower:
         for word, part in COLLECTIVES.items():
-            if word in name:
+            if word in lower:
                 return part
+    return None
+
+
+def _named_part(name: str) -> str | None:
+    """The part that a range of this name has; None if it names none."""
+    if name.startswith(MARK):
+        return name.removeprefix(MARK)
+    for begin, part in SCOPES.items():
+        if name.startswith(begin):
+            return part
+    return None
+
+
+def _part_on_host(event: Any) -> str:
+    """The part of an operator on the host."""
+    part = _collective(event.name)
     above = event
-    while above is not None:
-        if above.name.startswith(MARK):
-            return above.name.removeprefix(MARK)
-        for begin, part in SCOPES.items():
-            if above.name.startswith(begin):
-                return part
+    while part is None and above is not None:
+        part = _named_part(above.name)
         above = above.cpu_parent
-    return COMPUTE
+    return part or COMPUTE
 
 
 def as_text(parts: Mapping[str, float]) -> str:

@@ -7,39 +7,57 @@ from typing import Any
 
 import pytest
 from lib import step_parts
+from torch.autograd import DeviceType
 
 from tests.lib.scripts.script_runs import run_script
 
 CHECKS = ()  # of a script
 
 
-def event(name: str, above: Any = None, **kernels: float) -> Any:
-    """An operator below another one, with the microseconds of its kernels."""
-    found = [SimpleNamespace(name=kernel, duration=time) for kernel, time in kernels.items()]
-    return SimpleNamespace(name=name, cpu_parent=above, kernels=found)
+def ranged(name: str, start: float, end: float, number: int = 0, **fields: Any) -> Any:
+    """An event of a profile, on the host unless `fields` say otherwise."""
+    time = SimpleNamespace(start=start, end=end)
+    common = {"device_type": DeviceType.CPU, "is_user_annotation": False}
+    return SimpleNamespace(**{"name": name, "id": number, "time_range": time, **common, **fields})
 
 
-def test_each_kernel_counts_for_one_part() -> None:
-    gather = event("FSDP::all_gather (layers.0)")
-    copied_out = event("FSDP::all_gather_copy_out (layers.0)")
-    reduce = event(step_parts.MARK + step_parts.SCALED)
-    norm = event(step_parts.MARK + step_parts.NORM)
-    events = [
-        event("aten::_foreach_copy_", gather, cast=1000),
-        event("c10d::allgather", gather, ncclDevKernel_AllGather_RING=2000),
-        event("fsdp::split_with_sizes_copy", copied_out, split=3000),
-        event("aten::mm", None, gemm=4000),
-        event("aten::copy_", event(step_parts.MARK + step_parts.COPIED_IN), copy=5000),
-        event("c10d::reduce_scatter", reduce, ncclDevKernel_ReduceScatter_Sum=6000),
-        event("c10d::alltoall_base_", reduce, ncclDevKernel_SendRecv=500),
-        event("aten::mul_", event("nothing", reduce), scale=7000),
-        event("aten::_foreach_norm", norm, norm=8000),
-        event("c10d::allreduce_", norm, ncclDevKernel_AllReduce=1),
-        event("Optimizer.step", event(step_parts.MARK + step_parts.OPTIMIZER), adam=9000),
-    ]
-    found = step_parts.split(events, has_gpu=True)
-    assert [*found] == [*step_parts.PARTS]
-    assert [*found.values()] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.0, 8.001, 9.0]
+CUDA = {"device_type": DeviceType.CUDA}
+RANGES = [
+    ranged("FSDP::all_gather (layers.0)", 0, 100),
+    ranged("FSDP::all_gather_copy_out (layers.0)", 100, 200),
+    ranged(step_parts.MARK + step_parts.COPIED_IN, 310, 320),
+    ranged("autograd::engine::evaluate_function: ViewBackward0", 300, 400),
+    ranged(step_parts.MARK + step_parts.SCALED, 400, 500),
+    ranged(step_parts.MARK + step_parts.NORM, 500, 600),
+    ranged(step_parts.MARK + step_parts.OPTIMIZER, 600, 700),
+    # The same on the device.
+    ranged(step_parts.MARK + step_parts.NORM, 0, 9000, is_user_annotation=True, **CUDA),
+]
+KERNELS = (
+    # When it was launched, its microseconds and its part.
+    ("cast", 10, 1000, step_parts.CASTS),
+    ("ncclDevKernel_AllGather_RING", 20, 2000, step_parts.GATHERS),
+    ("split", 110, 3000, step_parts.COPIED_OUT),
+    ("gemm", 210, 4000, step_parts.COMPUTE),
+    ("_sum_rows", 315, 5000, step_parts.COPIED_IN),
+    ("gemm", 350, 100, step_parts.COMPUTE),
+    ("ncclDevKernel_ReduceScatter_Sum", 410, 6000, step_parts.REDUCTIONS),
+    ("ncclDevKernel_SendRecv", 415, 500, step_parts.REDUCTIONS),
+    ("_sum_rows", 420, 7000, step_parts.SCALED),
+    ("norm", 510, 8000, step_parts.NORM),
+    ("ncclDevKernel_AllReduce", 520, 1, step_parts.NORM),
+    ("adam", 610, 9000, step_parts.OPTIMIZER),
+)
+
+
+def test_each_kernel_counts_for_the_part_in_which_it_was_launched() -> None:
+    events = [*RANGES]
+    expected = dict.fromkeys(step_parts.PARTS, 0.0)
+    for number, (name, launched, time, part) in enumerate(KERNELS, start=1):
+        events.append(ranged("cudaLaunchKernel", launched, launched + 1, number))
+        events.append(ranged(name, 5000, 5000 + time, number, **CUDA))
+        expected[part] += time / 1000
+    assert step_parts.split(events, has_gpu=True) == pytest.approx(expected)
 
 
 @pytest.mark.full
