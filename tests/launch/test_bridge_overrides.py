@@ -123,6 +123,60 @@ def test_options_are_set_and_told(name: str, capsys: Any) -> None:
     assert printed in capsys.readouterr().out
 
 
+_ZERO3 = {
+    "ddp__use_megatron_fsdp": True, "ddp__data_parallel_sharding_strategy": "optim_grads_params",
+    "ddp__average_in_collective": False, "ddp__keep_fp8_transpose_cache": False,
+    "model__init_model_with_meta_device": True, "checkpoint__ckpt_format": "fsdp_dtensor",
+}  # fmt: skip
+RECIPES: dict[str, tuple[dict[str, Any], str]] = {
+    "llama3 70B, llama3.1 405B (9 recipes)": (
+        {**_ZERO3, "ddp__fsdp_double_buffer": True,
+         "ddp__suggested_communication_unit_size": 800_000_000,
+         "model__gradient_accumulation_fusion": False, "model__cpu_offloading": True,
+         "model__cpu_offloading_weights": False, "model__cpu_offloading_num_layers": 20}, ""),
+    "qwen35_vl 35B A3B, 2 H100": (
+        {**_ZERO3, "ddp__average_in_collective": True, "ddp__fsdp_double_buffer": True,
+         "ddp__megatron_fsdp_max_pool_double_buffer": True,
+         "ddp__fsdp_db_use_persist_buf_on_alloc_fail": True, "ddp__check_for_nan_in_grad": True,
+         "model__expert_model_parallel_size": 2, "model__num_moe_experts": 4,
+         "model__mtp_num_layers": 1, "model__recompute_granularity": "full",
+         "model__cuda_graph_impl": "none", "model__cuda_graph_scope": "full"}, ""),
+    "deepseek_v3": (
+        {**_ZERO3, "model__expert_model_parallel_size": 64, "model__num_moe_experts": 256,
+         "model__moe_token_dispatcher_type": "flex", "model__fine_grained_activation_offloading":
+         True, "model__recompute_modules": ["layernorm", "mla_up_proj", "moe_act"],
+         "model__recompute_granularity": "selective", "model__cuda_graph_scope": []}, ""),
+    "nemotron_3_ultra, HSDP": (
+        {**_ZERO3, "ddp__num_distributed_optimizer_instances": 2,
+         "ddp__outer_dp_sharding_strategy": "optim",
+         "ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16,
+         "ddp__megatron_fsdp_main_params_dtype": torch.float32,
+         "ddp__megatron_fsdp_main_grads_dtype": torch.bfloat16,
+         "model__gradient_accumulation_fusion": False}, ""),
+    "nemotron_3_5_lightning, MXFP8": (
+        {**_ZERO3, "model__cuda_graph_impl": "none", "model__fp8": "e4m3",
+         "model__fp8_recipe": "mxfp8"}, ""),
+    "nemotron_3_5_lightning, 8k": (
+        {**_ZERO3, "ddp__check_for_large_grads": True,
+         "ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16,
+         "ddp__megatron_fsdp_main_grads_dtype": torch.float32}, "ddp.check_for_large_grads"),
+}  # fmt: skip
+"""The recipes of Megatron-Bridge main, of 22 August 2026, that set `use_megatron_fsdp`: what they
+set of what is read here, and the option that is refused, if any."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_with_megatron_fsdp_are_accepted_or_refused_with_a_reason(name: str) -> None:
+    changed, refused = RECIPES[name]
+    cfg = recipe(**changed)
+    if not refused:
+        apply_fsdp_overrides(cfg, outer_strategy=cfg.ddp.outer_dp_sharding_strategy, environment={})
+        return
+    with pytest.raises(ValueError, match=f"  - {refused}=True: .*Set it to False") as caught:
+        apply_fsdp_overrides(cfg, environment={})
+    assert str(caught.value).count("\n  - ") == 1
+
+
 BREAKING: dict[str, dict[str, Any]] = {
     "dist.use_torch_fsdp2": {"dist__use_torch_fsdp2": True},
     "dist.use_tp_pp_dp_mapping": {"dist__use_tp_pp_dp_mapping": True},
