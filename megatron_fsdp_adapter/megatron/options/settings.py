@@ -117,7 +117,7 @@ SETTINGS: tuple[Setting, ...] = (
             "read by the wrapper, the optimizer and checkpoints", (RECIPE,)),
     # Before it, as both would be refused beside each other.
     Setting("ddp", VERSION, 1,
-            "this package has one engine. It does not need --no-gradient-accumulation-fusion either",
+            "this package has one engine, and needs no --no-gradient-accumulation-fusion",
             (RUNNER, RECIPE), lambda config: getattr(config, VERSION, 1) != 1, is_void=True),
     Setting("ddp", "use_distributed_optimizer", True,
             "the optimizer is Megatron's DistributedOptimizer", (WRAPPER, RUNNER, RECIPE)),
