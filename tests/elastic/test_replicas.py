@@ -16,6 +16,7 @@ from tests.lib.elastic.planned import PlannedManager
 from tests.lib.elastic.replica import Options
 from tests.lib.elastic.run import Lighthouse, Replica, wait_until
 from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random, watched
+from tests.lib.scripts.script_runs import run_script
 
 torchft = pytest.importorskip("torchft", reason="needs torchft")
 
@@ -104,3 +105,12 @@ def one_with_another_option_is_refused(found: list[Replica], lighthouse: Lightho
 def test_replicas_go_on_after(tmp_path: Path, name: str) -> None:
     with watched(Options(str(tmp_path), timeout_s=8.0)) as (found, lighthouse):
         EVENTS[name](found, lighthouse)
+
+
+def test_the_script_prints_the_times_of_steps_a_death_and_a_return(tmp_path: Path) -> None:
+    options = ("--shape", "tiny", "--layers", "1", "--steps", "3", "--out", str(tmp_path))
+    done = run_script("elastic_times.py", *options, "--parts", "hsdp", "sync")
+    assert done.returncode == 0, done.stderr
+    hsdp, step, death = done.stdout.splitlines()[-3:]
+    assert hsdp.startswith("hsdp ") and step.startswith("sync ") and " ms (" in step
+    assert "s from the kill to the next step" in death

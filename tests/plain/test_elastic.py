@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp_adapter import (
@@ -44,14 +45,14 @@ BOTH = (0, 1)
 PLANS = {
     2: (Attempt(BOTH), Attempt([0]), Attempt(BOTH, fails=True), Attempt([1]), Attempt(BOTH)),
     4: (
-        Attempt(range(4)),
+        Attempt([1, 3]),
         Attempt([0, 2]),
         Attempt([1], fails=True),
         Attempt([1]),
         Attempt([3, 2]),
     ),
 }
-"""By the number of replicas."""
+"""By the number of replicas. At most two take part, as gloo's sum of more depends on its pieces."""
 
 RANKS = 4
 MICROBATCHES = 2
@@ -66,38 +67,49 @@ def planned(rank: int, plan: Sequence[Attempt], count: int = 2) -> tuple[Planned
     return manager, mesh["shard"]
 
 
-def by_hooks(manager: Any, mesh: Any, shard: Any = fully_shard) -> tuple[Any, Any]:
-    """torchft's recipe for FSDP2: a hook on each module. shard: this function, or torch's, which
-    takes no scalars."""
+def by_calls(
+    manager: Any, mesh: Any, shard: Any = fully_shard, by_hooks: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """A model that is sharded by a call for each module. shard: this package's function, or
+    torch's, which takes no scalars; by_hooks: torchft's recipe for FSDP2, a hook on each module."""
     module = net(blocks=2)
     module.temperature = nn.Parameter(module.temperature.detach().view(1))
+    if not by_hooks:
+        options["elastic"] = manager
     for each in (*module.blocks, module):
-        shard(each, mesh=mesh)
-        each.set_all_reduce_hook(lambda output: manager.allreduce(output).wait())
+        shard(each, mesh=mesh, **options)
+        if by_hooks:
+            each.set_all_reduce_hook(lambda output: manager.allreduce(output).wait())
     return module, torch.optim.AdamW(module.parameters(), lr=0.01)
 
 
-DOORS = {
-    "fully_shard": lambda manager, mesh: sharded("fully_shard", manager, mesh),
-    "hooks": by_hooks,
-    "torch": lambda manager, mesh: by_hooks(manager, mesh, torch_fully_shard),
-    "optim": lambda manager, mesh: sharded("fully_shard_model", manager, mesh, "optim"),
-    "optim_grads_params": lambda manager, mesh: sharded("fully_shard_model", manager, mesh),
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+by_torch = partial(by_calls, shard=torch_fully_shard, by_hooks=True)
+DOORS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "fully_shard": by_calls,
+    "hooks": partial(by_calls, by_hooks=True),
+    "torch": by_torch,
+    "bf16": partial(by_calls, mp_policy=BF16),
+    "torch in bf16": partial(by_torch, mp_policy=BF16),
+    "optim": partial(sharded, "fully_shard_model", strategy="optim"),
+    "optim_grads_params": partial(sharded, "fully_shard_model"),
 }
 """Ways to shard a model, which make it and its optimizer."""
 
-BY_HOOKS = ("hooks", "torch")
+BY_HOOKS = ("hooks", "torch", "torch in bf16")
+BESIDE = {"fully_shard": "torch", "hooks": "torch", "bf16": "torch in bf16"}
+"""The way of torch's FSDP2 that has the same bits."""
 
 
-def backwards(model: Any, step: int, replica: int, rank: int) -> None:
-    """The backwards of a step, of which only the last one reduces."""
+def backwards(model: Any, step: int, replica: int, rank: int, reduces: bool) -> None:
+    """The backwards of a step. reduces: each of them reduces; otherwise the last one does."""
     for microbatch in range(MICROBATCHES):
-        is_last = microbatch == MICROBATCHES - 1
-        if hasattr(model, "no_sync"):
-            context = nullcontext() if is_last else model.no_sync()
-        else:
-            model.set_requires_gradient_sync(is_last)
-            context = nullcontext()
+        syncs = reduces or microbatch == MICROBATCHES - 1
+        context = nullcontext()
+        if not hasattr(model, "no_sync"):
+            model.set_requires_gradient_sync(syncs)
+        elif not syncs:
+            context = model.no_sync()
         with context:
             model(data_of(MICROBATCHES * step + microbatch, replica, rank)).backward()
 
@@ -123,7 +135,7 @@ def unsharded(plan: Sequence[Attempt], ranks: int) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-def trained(rank: int, door: str, count: int) -> dict[str, torch.Tensor]:
+def trained(rank: int, door: str, count: int, reduces: bool) -> dict[str, torch.Tensor]:
     """The weights after the plan for `count` replicas. Checks which attempts change them."""
     plan = PLANS[count]
     manager, mesh = planned(rank, plan, count)
@@ -139,7 +151,7 @@ def trained(rank: int, door: str, count: int) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
         before = digest(model)
         step = manager.current_step()
-        backwards(model, step, replica, place)
+        backwards(model, step, replica, place, reduces)
         if optimizer is not None:
             optimizer.step()
         elif manager.should_commit():
@@ -153,18 +165,30 @@ def trained(rank: int, door: str, count: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "door, count",
-    [("fully_shard", 2), ("hooks", 2), ("optim", 2), ("optim_grads_params", 2)]
-    + [("fully_shard", 4), ("optim_grads_params", 4)],
+    "door, count, reduces",
+    [
+        ("fully_shard", 2, False),
+        ("fully_shard", 2, True),
+        ("fully_shard", 4, False),
+        ("fully_shard", 4, True),
+        ("hooks", 2, False),
+        ("bf16", 2, True),
+        ("bf16", 4, True),
+        ("optim", 2, False),
+        ("optim_grads_params", 2, False),
+        ("optim_grads_params", 2, True),
+        ("optim_grads_params", 4, False),
+    ],
 )
 @on_ranks(RANKS)
 def test_steps_take_the_mean_over_the_replicas_that_are_there(
-    rank: int, door: str, count: int
+    rank: int, door: str, count: int, reduces: bool
 ) -> None:
-    weights = trained(rank, door, count)
-    check_weights(weights, unsharded(PLANS[count], RANKS // count), door, 1e-5)
-    if door in ("fully_shard", "hooks") and count == 2:
-        check_same_bits(weights, trained(rank, "torch", count), "torch's FSDP2")
+    weights = trained(rank, door, count, reduces)
+    if door != "bf16":
+        check_weights(weights, unsharded(PLANS[count], RANKS // count), door, 1e-5)
+    if door in BESIDE:
+        check_same_bits(weights, trained(rank, BESIDE[door], count, reduces), "torch's FSDP2")
 
 
 @pytest.mark.parametrize("door", ["fully_shard", "optim_grads_params"])
@@ -213,6 +237,17 @@ def test_gradients_are_reduced_before_replicas_agree_on_a_step(rank: int) -> Non
     assert "allreduce" not in manager.calls
     optimizer.step()
     assert manager.calls.index("should_commit") == len(manager.calls) - 1 > 0
+
+
+@on_ranks(RANKS)
+def test_a_hook_of_reductions_gets_the_mean_over_replicas(rank: int) -> None:
+    manager, mesh = planned(rank, [Attempt(BOTH)])
+    model, inner = by_calls(manager, mesh)
+    seen: list[list[str]] = []
+    model.set_all_reduce_hook(lambda output: seen.append(list(manager.calls)))
+    elastic_optimizer(manager, inner, model).zero_grad()
+    model(data_of(0, rank // 2, rank % 2)).backward()
+    assert seen and all(seen)
 
 
 # What is refused.

@@ -20,7 +20,7 @@ CHECKS = ("__main__.py", "tools/cli/output.py", "tools/cli/unknown.py")
 ROOT = Path(__file__).parents[3]
 SCRIPTS = (
     "prepare_data", "benchmark", "pretrain_gpt", "host_times", "fsdp2_times", "loss_curves",
-    "megatron_times", "overview", "record",
+    "megatron_times", "overview", "record", "elastic_times",
 )  # fmt: skip
 OTHERS = {
     "convert": ("a", "b", "--to", "torch_dist"),
