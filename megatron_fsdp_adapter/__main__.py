@@ -11,6 +11,7 @@ import sys
 import warnings
 
 from . import __version__
+from .tools.cli import recorded
 
 COMMANDS = {
     "convert": "converts a checkpoint to another format",
@@ -46,6 +47,7 @@ def _command(argv: list[str]) -> int:
         # process.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
+    recorded.check(argv[0], argv[1:])
     try:
         module = importlib.import_module(f"megatron_fsdp_adapter.tools.cli.{argv[0]}")
         status = int(module.main(argv[1:]))

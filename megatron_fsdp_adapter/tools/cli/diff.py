@@ -17,7 +17,8 @@ from typing import Any
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.tools.inspection import diff
 
-from .output import Report, answer, base_parser
+from .output import Report, answer
+from .parser import base_parser
 
 SHOWN = 20
 """Most lines of each kind."""

@@ -37,7 +37,8 @@ from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.tools.cli import machine, nodes, prove
 from megatron_fsdp_adapter.tools.cli.named_options import named_options, optimizer_options
-from megatron_fsdp_adapter.tools.cli.output import answer, base_parser
+from megatron_fsdp_adapter.tools.cli.output import answer
+from megatron_fsdp_adapter.tools.cli.parser import base_parser
 from megatron_fsdp_adapter.tools.models import sources
 
 from .output import Report

@@ -56,7 +56,8 @@ from megatron_fsdp_adapter.tools.planning.planned import (
 )
 
 from .estimate_text import render
-from .output import USAGE, Report, answer, base_parser
+from .output import Report, answer
+from .parser import USAGE, base_parser
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,

@@ -17,7 +17,8 @@ from typing import Any
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.tools.inspection import OPTIMIZER, describe
 
-from .output import Report, answer, base_parser, size_text
+from .output import Report, answer, size_text
+from .parser import base_parser
 
 
 def make_parser() -> argparse.ArgumentParser:

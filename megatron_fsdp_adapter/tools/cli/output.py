@@ -1,55 +1,21 @@
-"""The parser and the answer that commands share."""
+"""The answer that commands share."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.digests import Progress
-from megatron_fsdp_adapter.tools.cli.unknown import unknown
 from megatron_fsdp_adapter.tools.progress import progress_bar
-
-PROGRAM = "megatron-fsdp-adapter"
-"""The console script of an installed package."""
-
-USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAGS) [OPTION ...]"
-"""Usage of commands that take a model, of whose options there are too many for a line."""
 
 T = TypeVar("T")
 
 Report = dict[str, Any]
 """The findings of a command, as plain values."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that suggests the option that an unknown one may mean."""
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> Any:
-        given, rest = self.parse_known_args(args, namespace)
-        if rest:
-            name = rest[0].partition("=")[0]
-            kind = "option" if name.startswith("-") else "argument"
-            self.error(unknown(kind, name, self._option_string_actions))
-        return given
-
-
-def base_parser(command: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
-    """A parser with `--json`. more: further arguments of `ArgumentParser`."""
-    parser = Parser(
-        prog=f"{PROGRAM} {command}",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
-    )
-    parser.add_argument("--json", action="store_true", default=False, help="print it as JSON")
-    return parser
 
 
 def answer(

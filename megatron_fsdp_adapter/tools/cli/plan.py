@@ -30,7 +30,8 @@ from megatron_fsdp_adapter.tools.planning import report
 from megatron_fsdp_adapter.tools.planning.machine import GPUS, NETWORKS, machine_named
 from megatron_fsdp_adapter.tools.planning.search import Plan, Request, plan
 
-from .output import USAGE, answer, base_parser
+from .output import answer
+from .parser import USAGE, base_parser
 
 MOST_GPUS = 16_384
 

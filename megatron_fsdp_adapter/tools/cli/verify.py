@@ -19,7 +19,8 @@ from pathlib import Path
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
-from .output import Report, answer, base_parser
+from .output import Report, answer
+from .parser import base_parser
 
 _SHOWN = 20
 

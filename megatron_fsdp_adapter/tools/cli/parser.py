@@ -1,0 +1,47 @@
+"""The parser that commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from .unknown import unknown
+
+PROGRAM = "megatron-fsdp-adapter"
+"""The console script of an installed package."""
+
+USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAGS) [OPTION ...]"
+"""Usage of commands that take a model, of whose options there are too many for a line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests the option that an unknown one may mean."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        given, rest = self.parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            kind = "option" if name.startswith("-") else "argument"
+            self.error(unknown(kind, name, self._option_string_actions))
+        return given
+
+
+def bare_parser(command: str, description: str | None, **more: Any) -> Parser:
+    """A parser without options. more: further arguments of `ArgumentParser`."""
+    return Parser(
+        prog=f"{PROGRAM} {command}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
+
+
+def base_parser(command: str, description: str | None, **more: Any) -> Parser:
+    """A parser with `--json`. more: further arguments of `ArgumentParser`."""
+    parser = bare_parser(command, description, **more)
+    parser.add_argument("--json", action="store_true", default=False, help="print it as JSON")
+    return parser
