@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 
 Value = str | int
@@ -50,6 +50,8 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "pp": (1, 2),
     "vpp": (1, 2),
     "outer": ("plain", "hsdp", "hybrid"),
+    "expert_strategy": ("same", "optim", "optim_grads_params"),
+    "expert_outer": ("same", "plain", "hybrid"),
     "start": ("usual", "meta"),
     "wire": ("fp32", "bf16"),
     "kept": ("nothing", "some", "all", "found"),
@@ -85,6 +87,11 @@ MEANING: Mapping[str, str] = {
     "pp": "`pipeline_model_parallel_size`",
     "vpp": "model chunks of a stage",
     "outer": "one optimizer instance; two with replicated shards; two that split shards again",
+    "expert_strategy": "`expert_data_parallel_sharding_strategy`: that of dense parameters, or "
+    "another",
+    "expert_outer": "replicas of experts: those of dense parameters; one "
+    "(`expert_num_distributed_optimizer_instances=1`); two that split shards again "
+    "(`expert_outer_dp_sharding_strategy=optim`)",
     "start": "parameters created on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
     "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of the size of all weights; enough "
@@ -106,14 +113,16 @@ _UNSPLIT: Cell = {
     if name in ("tp", "sp", "cp", "ep", "etp", "pp", "vpp")
 }
 
+_EXPERTS_ALIKE: Cell = {"expert_strategy": "same", "expert_outer": "same"}
+
 ARRAYS: Mapping[str, Cell] = {
     "cpu": {"target": "cpu"},
-    "gpu_dp": {"target": "gpu", "ranks": 2, **_UNSPLIT},
-    "gpu": {"target": "gpu", "ranks": 2},
+    "gpu_dp": {"target": "gpu", "ranks": 2, **_UNSPLIT, **_EXPERTS_ALIKE},
+    "gpu": {"target": "gpu", "ranks": 2, **_EXPERTS_ALIKE},
 }
-"""What is fixed in each array. Those of two GPUs: `gpu_dp` shards over both, whatever else is
-chosen; `gpu`, which begins with its cells, has the model-parallel axes too, which leave one rank to
-shard over."""
+"""What is fixed in each array. Options of experts alone are in cells of CPUs. Of those of two GPUs,
+`gpu_dp` shards over both, whatever else is chosen. `gpu`, which begins with its cells, has the
+model-parallel axes too, which leave one rank to shard over."""
 
 TRIPLES: Mapping[str, Mapping[str, tuple[Value, ...]]] = {
     "gpu_dp": {
@@ -168,6 +177,12 @@ def has_fp8_weights(precision: Value) -> bool:
 def recipe_of(precision: Value) -> str:
     """Of FP8; empty for another precision."""
     return str(precision).partition("_")[2]
+
+
+def rows_of(strategy: Value, expert_strategy: Value) -> list[Strategy]:
+    """Of dense parameters, and of experts if they have another one."""
+    names = [str(strategy), *([str(expert_strategy)] if expert_strategy != "same" else [])]
+    return [STRATEGIES[name] for name in names]
 
 
 RULES: list[Rule] = []
@@ -236,6 +251,11 @@ def _needs_ranks_outer_axis_of_experts(outer, layers, ep, etp, pp, ranks) -> boo
     return (ranks // (ep * etp * pp)) % 2 != 0
 
 
+@rule("needs ranks: replicas of experts", "two replicas require an even number of ranks per expert")
+def _needs_ranks_replicas_of_experts(expert_outer, ep, etp, pp, ranks) -> bool:
+    return expert_outer == "hybrid" and (ranks // (ep * etp * pp)) % 2 != 0
+
+
 # What this package refuses.
 
 
@@ -248,13 +268,15 @@ def _refused_fp8_recipe(precision) -> bool:
     "refused: copy engines without ZeRO-3",
     "weights that stay unsharded are gathered only once a step",
 )
-def _refused_copy_engines_without_zero_3(buffers, strategy) -> bool:
-    return buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
+def _refused_copy_engines_without_zero_3(buffers, strategy, expert_strategy) -> bool:
+    rows = rows_of(strategy, expert_strategy)
+    return buffers in ("ce_gather", "ce_gather_reduce") and not any(r.shard_weights for r in rows)
 
 
 @rule("refused: nothing to keep", "weights and gradients are unsharded anyway")
-def _refused_nothing_to_keep(kept, strategy) -> bool:
-    return kept != "nothing" and strategy in ("optim", "no_shard")
+def _refused_nothing_to_keep(kept, strategy, expert_strategy) -> bool:
+    rows = rows_of(strategy, expert_strategy)
+    return kept != "nothing" and not any(row.shard_grads for row in rows)
 
 
 @rule(
@@ -279,7 +301,7 @@ def _refused_etp_unlike_tp_without_ep(layers, tp, ep, etp) -> bool:
     "Transformer Engine's GEMMs write float32 or the weights' dtype",
 )
 def _refused_fused_gemms_of_another_dtype(
-    target, layers, fusion, wire, strategy, precision
+    target, layers, fusion, wire, strategy, expert_strategy, precision
 ) -> bool:
     if fusion != "on":
         return False
@@ -289,7 +311,7 @@ def _refused_fused_gemms_of_another_dtype(
         return False
     if not (uses_te(target, layers)):
         return False
-    return STRATEGIES[str(strategy)].shard_grads
+    return any(row.shard_grads for row in rows_of(strategy, expert_strategy))
 
 
 @rule(
@@ -301,8 +323,11 @@ def _refused_offload_of_the_optimizer_in_a_graph(offload, graph) -> bool:
 
 
 @rule("refused: graphs of layers without slots", "a graph requires fixed addresses")
-def _refused_graphs_of_layers_without_slots(graph, buffers, strategy, kept) -> bool:
-    if graph != "layers" or not STRATEGIES[str(strategy)].shard_grads or kept == "found":
+def _refused_graphs_of_layers_without_slots(
+    graph, buffers, strategy, expert_strategy, kept
+) -> bool:
+    rows = rows_of(strategy, expert_strategy)
+    if graph != "layers" or not any(row.shard_grads for row in rows) or kept == "found":
         return False
     return buffers in ("plain", "ce_gather")
 
@@ -341,12 +366,12 @@ def _refused_graphs_of_layers_and_parts_of_layers(graph, ep_overlap) -> bool:
 @rule(
     "refused: parts of layers in slots", "two passes would need the same slots for different layers"
 )
-def _refused_parts_of_layers_in_slots(ep_overlap, buffers, strategy) -> bool:
+def _refused_parts_of_layers_in_slots(ep_overlap, buffers, strategy, expert_strategy) -> bool:
     if ep_overlap != "on":
         return False
     if buffers not in ("slots", "nccl_ub"):
         return False
-    return STRATEGIES[str(strategy)].shard_weights
+    return any(row.shard_weights for row in rows_of(strategy, expert_strategy))
 
 
 @rule("refused: joined layers and parts of layers", "they would stay unsharded during a pass")
@@ -403,6 +428,16 @@ def _no_ep(ep_overlap, ep) -> bool:
 @rule("no experts", "EP and ETP are axes of experts")
 def _no_experts(layers, ep, etp) -> bool:
     return layers not in WITH_EXPERTS and (ep > 1 or etp > 1)
+
+
+@rule("no experts: options of experts", "they set what experts have apart")
+def _no_experts_options_of_experts(layers, expert_strategy, expert_outer) -> bool:
+    return layers not in WITH_EXPERTS and (expert_strategy, expert_outer) != ("same", "same")
+
+
+@rule("experts are alike", "it sets what dense parameters have")
+def _experts_are_alike(strategy, expert_strategy, outer, expert_outer) -> bool:
+    return strategy == expert_strategy or outer == expert_outer
 
 
 @rule("no TP", "SP splits activations over the ranks of TP")
@@ -547,6 +582,8 @@ REFERENCE: Mapping[str, Value | None] = {
     "buffers": "plain",
     "graph": "off",
     "outer": "plain",
+    "expert_strategy": "same",
+    "expert_outer": "same",
     "start": "usual",
     "wire": "fp32",
     "units": "layers",

@@ -26,7 +26,12 @@ from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.layers.te_weight_cache import switch_off_weight_cache
-from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import (
+    EXPERT_INSTANCES,
+    EXPERT_OUTER,
+    EXPERT_STRATEGY,
+    UNIT_NUMEL,
+)
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.engine.fake_graphs import FakeGraphs, put_graphs_into
@@ -98,6 +103,14 @@ def _ddp_options(cell: Cell) -> dict[str, Any]:
     if cell["outer"] != "plain":
         outer = "optim" if cell["outer"] == "hybrid" else "no_shard"
         options |= {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+    if cell["expert_strategy"] != "same":
+        options[EXPERT_STRATEGY] = cell["expert_strategy"]
+    if cell["expert_outer"] != "same":
+        splits = cell["expert_outer"] == "hybrid"
+        options |= {
+            EXPERT_INSTANCES: 2 if splits else 1,
+            EXPERT_OUTER: "optim" if splits else "no_shard",
+        }
     if cell["wire"] == "bf16":
         options["megatron_fsdp_grad_comm_dtype"] = torch.bfloat16
     if cell["graph"] == "on":
