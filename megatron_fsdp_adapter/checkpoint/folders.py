@@ -78,6 +78,13 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
     return path.absolute().parent, own
 
 
+def is_plain(path: Path) -> bool:
+    """True if `path` itself is a folder of torch.distributed.checkpoint, as a program without
+    Megatron writes: neither a root of checkpoints nor an iteration of one."""
+    is_root = (path / TRACKER).exists()
+    return not is_root and iteration_of(path) is None and (path / _METADATA).is_file()
+
+
 def read_tracker(root: Path) -> int:
     """Number of the newest complete checkpoint.
 

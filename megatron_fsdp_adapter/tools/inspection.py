@@ -16,7 +16,7 @@ import torch
 
 from megatron_fsdp_adapter.checkpoint.convert.common_state import OBJECT, has_common, load_common
 from megatron_fsdp_adapter.checkpoint.convert.conversion import state_of
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import BLOCK_BYTES, COMMON, DcpFolder
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import BLOCK_BYTES, COMMON, PLAIN, DcpFolder
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
@@ -39,6 +39,8 @@ WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
 OTHER = "other"
 _PARTS = {"model": WEIGHTS, "optimizer": OPTIMIZER}
+_OPTIMIZER_NAME = re.compile(r"(?:^|\.)optim(?:s|izers?)?\.")
+"""A part of a key under which programs store the state of an optimizer."""
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,7 +51,7 @@ Values = dict[str, Any]
 def describe(path: Path, iteration: int | None = None) -> Values:
     """The contents of the checkpoint at `path`, a dict with these keys:
 
-    format, folder, iteration;
+    format, folder, iteration (None for a plain folder of torch.distributed.checkpoint);
     saved_by: recorded training arguments of the run, and the number of processes that wrote files;
     model: recorded arguments for the model's sizes;
     entries: a dict for each key, in stored order;
@@ -57,7 +59,7 @@ def describe(path: Path, iteration: int | None = None) -> Values:
 
     Raises FileNotFoundError or ValueError as the converters do.
     """
-    folder = DcpFolder.open(path, iteration, trusted=False)
+    folder = DcpFolder.open_to_read(path, iteration)
     state = _arguments(folder)
     writers = set()
     for file in folder.folder.iterdir():
@@ -81,7 +83,7 @@ def describe(path: Path, iteration: int | None = None) -> Values:
     return {
         "format": folder.format,
         "folder": str(folder.folder),
-        "iteration": folder.iteration,
+        "iteration": None if folder.format == PLAIN else folder.iteration,
         "saved_by": saved_by,
         "model": _known(state, MODEL),
         "entries": entries,
@@ -112,9 +114,11 @@ def diff(
     do.
     """
     iteration_a, iteration_b = iterations
-    one = DcpFolder.open(a, iteration_a, trusted=False)
-    other = DcpFolder.open(b, iteration_b, trusted=False)
-    read = _by_key if one.format == other.format else _by_name
+    one = DcpFolder.open_to_read(a, iteration_a)
+    other = DcpFolder.open_to_read(b, iteration_b)
+    # A plain folder has names of the user's choice.
+    by_key = one.format == other.format or PLAIN in (one.format, other.format)
+    read = _by_key if by_key else _by_name
     tensors_a, objects_a = read(one, weights_only)
     tensors_b, objects_b = read(other, weights_only)
     shapes = []
@@ -183,6 +187,8 @@ def _known(state: Values, names: Sequence[str]) -> Values:
 def _entry(folder: DcpFolder, key: str) -> Values:
     """The description of a stored key, as `_described` makes it."""
     part = _PARTS.get(key.split(".")[0], OTHER)
+    if folder.format == PLAIN and _OPTIMIZER_NAME.search(key):
+        part = OPTIMIZER
     if not folder.is_tensor(key):
         return _described(key, part, folder.stored_bytes(key))
     tensor = folder.tensor(key)

@@ -44,6 +44,8 @@ from megatron_fsdp_adapter.core.layout.ranges import Box, Shape
 KeyPath = tuple[str | int, ...]
 FSDP_DTENSOR = "fsdp_dtensor"
 TORCH_DIST = "torch_dist"
+PLAIN = "dcp"
+"""The format of a folder that torch.distributed.checkpoint wrote for a program of the user."""
 COMMON = "common.pt"
 CONFIG = "metadata.json"
 """Files that only `torch_dist` has: this and `COMMON`."""
@@ -75,13 +77,23 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
     return FSDP_DTENSOR
 
 
+def _check_version(folder: Path, metadata: Metadata) -> None:
+    """Raises ValueError for a newer format of torch.distributed.checkpoint."""
+    version = str(getattr(metadata, "version", None) or "1")
+    if version.split(".")[0] != "1":
+        raise ValueError(
+            f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
+            "than this converter supports (1). Update torch and megatron_fsdp_adapter"
+        )
+
+
 @dataclass
 class DcpFolder:
     """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory."""
 
     folder: Path
     iteration: int
-    # `FSDP_DTENSOR` or `TORCH_DIST`.
+    # `FSDP_DTENSOR`, `TORCH_DIST` or `PLAIN`. A plain folder has no iteration: 0.
     format: str
     metadata: Metadata
     # True: objects are unpickled, which executes code that they name. False: they are read by
@@ -101,13 +113,20 @@ class DcpFolder:
             metadata = folders.read_metadata(root, folder)
         else:
             folder, metadata = folders.open_checkpoint(root, number)
-        version = str(getattr(metadata, "version", None) or "1")
-        if version.split(".")[0] != "1":
-            raise ValueError(
-                f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
-                "than this converter supports (1). Update torch and megatron_fsdp_adapter"
-            )
+        _check_version(folder, metadata)
         return cls(folder, number, format_name, metadata, trusted)
+
+    @classmethod
+    def open_to_read(cls, path: Path, iteration: int | None = None) -> DcpFolder:
+        """Opens the folder at `path` without running code that it names. It may also be a plain one
+        of torch.distributed.checkpoint. Raises as `open`."""
+        if not folders.is_plain(path):
+            return cls.open(path, iteration, trusted=False)
+        if iteration is not None:
+            raise ValueError(f"{path} has no iterations. Leave the option out")
+        metadata = folders.read_metadata(path.absolute().parent, path)
+        _check_version(path, metadata)
+        return cls(path, 0, PLAIN, metadata, trusted=False)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `diff`."""
     parser = base_parser("diff", __doc__)
     add = parser.add_argument
-    add("a", type=Path, help="root of checkpoints, or one iter_* folder")
+    add("a", type=Path, help="root of checkpoints, one iter_* folder, or a plain folder of DCP")
     add("b", type=Path, help="the other one")
     add(
         "--iterations",

@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `inspect`."""
     parser = base_parser("inspect", __doc__)
     add = parser.add_argument
-    add("path", type=Path, help="root of checkpoints, or one iter_* folder")
+    add("path", type=Path, help="root of checkpoints, one iter_* folder, or a plain folder of DCP")
     add("--iteration", type=int, metavar="N", help="iteration of a root; default: the newest")
     add(
         "--keys",

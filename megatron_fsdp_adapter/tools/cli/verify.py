@@ -80,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
     given = make_parser().parse_args(argv)
 
     def report(progress: digests.Progress) -> Report:
-        folder = folders.find_folder(*folders.locate(given.folder, given.iteration))
+        folder = given.folder
+        if not folders.is_plain(folder):
+            folder = folders.find_folder(*folders.locate(folder, given.iteration))
         return examine(folder, min(8, os.cpu_count() or 1), progress)
 
     found = answer(given, "verify", report, render)

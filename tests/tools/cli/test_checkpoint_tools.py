@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint.record import write_record
@@ -96,6 +97,32 @@ def test_what_a_command_tells(name: str, saved: Path, tmp_path: Path, capsys: Ca
     assert re.fullmatch(put(error), found.err), found.err
     if name == "convert":
         assert (tmp_path / "td" / "iter_0000003" / "common.pt").is_file()
+
+
+def test_plain_folders_of_dcp_are_read(tmp_path: Path, capsys: Captured) -> None:
+    """As an FSDP2 program saves: names of its own, and no layout of Megatron."""
+
+    def saved_state(name: str, first: float) -> str:
+        weight = torch.arange(6.0).view(2, 3)
+        weight[0, 0] = first
+        state = {"app": {"model": {"w": weight}, "optim": {"state": {"w.exp_avg": weight + 1}}}}
+        dcp.save({**state, "step": 7}, checkpoint_id=tmp_path / name)
+        return str(tmp_path / name)
+
+    one, same, other = saved_state("one", 0.0), saved_state("same", 0.0), saved_state("other", 5.0)
+    assert main(["inspect", one, "--keys"]) == 0
+    text = capsys.readouterr().out
+    assert f"{one}: dcp\n" in text
+    assert re.search(r"weights +1 keys +6 elements", text)
+    assert re.search(r"optimizer +1 keys +6 elements", text)
+    assert re.search(r"app\.model\.w +2x3 +float32", text)
+    assert main(["diff", one, same]) == 0
+    assert main(["diff", one, other]) == 1
+    assert "app.model.w: 1 of 6 elements, by at most 5" in capsys.readouterr().out
+    assert main(["verify", one]) == 2
+    assert "has no digests.json: another program" in capsys.readouterr().err
+    assert main(["inspect", one, "--iteration", "3"]) == 2
+    assert "has no iterations" in capsys.readouterr().err
 
 
 def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Path) -> None:
