@@ -12,6 +12,7 @@ while manager.current_step() < STEPS:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from ..core.engine.engine import FsdpEngine
 from ..elastic.facts import facts_of, set_own_facts
 from ..elastic.state import HasState, ReplicaState
 from .fsdp2_model import engine_of
+
+_stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Managers whose steps an `ElasticOptimizer` takes."""
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
@@ -108,7 +112,8 @@ def elastic_optimizer(
         states: further objects with `state_dict` and `load_state_dict`, such as a scheduler.
 
     Raises:
-        ValueError: a model that was sharded without this manager, or no manager of torchft's.
+        ValueError: a model that was sharded without this manager, no manager of torchft's, or one
+            that has such an optimizer.
     """
     check_manager(manager)
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -119,6 +124,12 @@ def elastic_optimizer(
             "those of this replica. Pass elastic=manager to fully_shard_model, or to all calls of "
             "fully_shard"
         )
+    if manager in _stepped:
+        raise ValueError(
+            f"manager={manager!r}: it has an elastic optimizer, and torchft agrees on one step at "
+            "a time. Put all parameters into groups of one optimizer"
+        )
+    _stepped.add(manager)
     facts = facts_of(engines, optimizer)
     state = ReplicaState(models, optimizer, states, facts)
     set_own_facts(facts)

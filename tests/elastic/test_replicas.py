@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,13 +41,19 @@ def test_stand_in_has_torchfts_signatures() -> None:
 
 
 @pytest.mark.parametrize(
-    "door, is_async",
-    [("fully_shard", False), ("fully_shard_model", False), ("fully_shard_model", True)],
+    "options",
+    [
+        {"door": "fully_shard"},
+        {"door": "fully_shard_model"},
+        {"door": "fully_shard_model", "is_async": True},
+        {"door": "fully_shard", "sends_by_group": True},
+    ],
+    ids=str,
 )
 def test_killed_replicas_come_back_with_the_bits_of_planned_quorums(
-    tmp_path: Path, door: str, is_async: bool
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with watched(Options(str(tmp_path), door=door, is_async=is_async)) as (found, _):
+    with watched(Options(str(tmp_path), **options)) as (found, _):
         list(kill_at_random(found, 2, random.Random(1)))
 
 

@@ -327,6 +327,13 @@ def _a_model_without_the_manager(manager: PlannedManager, mesh: Any) -> None:
     elastic_optimizer(manager, torch.optim.SGD(model.parameters()), model)
 
 
+@refused("it has an elastic optimizer")
+def _two_optimizers(manager: PlannedManager, mesh: Any) -> None:
+    model, inner = sharded("fully_shard_model", manager, mesh)
+    for _ in range(2):
+        elastic_optimizer(manager, inner, model)
+
+
 @refused("an elastic step cannot repeat a forward")
 def _a_closure(manager: PlannedManager, mesh: Any) -> None:
     model, inner = sharded("fully_shard_model", manager, mesh)

@@ -48,6 +48,8 @@ class Options:
     strategy: str = "optim_grads_params"
     # Whether the quorum runs beside the forward.
     is_async: bool = False
+    # Whether state is sent by the process group, and not by HTTP.
+    sends_by_group: bool = False
     # Seconds that each step takes longer.
     pause_s: float = 0.05
     # Seconds after which torchft gives up a collective or a request.
@@ -85,6 +87,7 @@ def data_of(step: int, replica: int, rank: int) -> torch.Tensor:
 
 def _manager(options: Options) -> Any:
     from torchft import Manager, ProcessGroupGloo
+    from torchft.checkpointing.pg_transport import PGTransport
 
     class Noted(ProcessGroupGloo):
         """Knows which replicas are in the quorum."""
@@ -95,13 +98,19 @@ def _manager(options: Options) -> Any:
             self.replicas = tuple(sorted(one // RANKS for one in args[-1]))
             super().configure(*args, **given)
 
+    timeout = timedelta(seconds=options.timeout_s)
+    group = Noted(timeout=timeout)
+    transport = None
+    if options.sends_by_group:
+        transport = PGTransport(group, timeout, torch.device("cpu"))
     return Manager(
-        pg=Noted(timeout=timedelta(seconds=options.timeout_s)),
+        pg=group,
+        checkpoint_transport=transport,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
         use_async_quorum=options.is_async,
-        timeout=timedelta(seconds=options.timeout_s),
+        timeout=timeout,
         quorum_timeout=timedelta(seconds=120),
         lighthouse_addr=options.lighthouse,
         replica_id=f"replica_{options.replica}",
