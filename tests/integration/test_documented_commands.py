@@ -235,7 +235,8 @@ def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                importlib.import_module(alias.name)
+                if not alias.name.startswith(absent):
+                    importlib.import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(absent):
             module = importlib.import_module(IN_PLACE_OF.get(node.module or "", node.module or ""))
             for alias in node.names:
