@@ -145,3 +145,33 @@ def test_states_come_to_the_place_where_megatron_looks(
     found = load_by_driver(driver, tmp_path, asked)["rng_state"]
     assert same(found, _states(**{"00": expected}))
     assert ("generators keep their seeds" in capsys.readouterr().out) is (expected == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected", "said"),
+    [
+        ({"00": 1.0}, 1.0, ""),
+        ({"10": 1.0}, 0.0, "of another split"),
+        ({}, 0.0, "has no RNG states"),
+    ],
+    ids=["stored", "of another rank", "not stored"],
+)
+def test_a_run_that_saves_no_states_goes_on_with_stored_ones(
+    driver: ModuleType,
+    trainer: Trainer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stored: dict[str, float],
+    expected: float,
+    said: str,
+) -> None:
+    """With `--no-save-rng` Megatron asks for none, and would stop behind the load."""
+    state = training_state([trainer.wrapper], trainer.optimizer)
+    dcp.save({**state, "rng_state": _states(**stored)}, checkpoint_id=tmp_path)
+    driver.get_rng_state = lambda *unused: _states(**{"00": 0.0})
+    run = {"no_save_rng": True, "ckpt_format": "fsdp_dtensor"}
+    found = load_by_driver(driver, tmp_path, asked_state(trainer), **run)
+    assert same(found["rng_state"], _states(**{"00": expected}))
+    assert said in capsys.readouterr().out
+    found = load_by_driver(driver, tmp_path, asked_state(trainer), **run, no_load_rng=True)
+    assert "rng_state" not in found

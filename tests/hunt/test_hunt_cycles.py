@@ -122,6 +122,7 @@ OTHER = "RuntimeError: shapes differ"
         ([Run(0, log(5.0))], [failed(OTHER, OWN)], verdict.ERROR),
         ([Run(0, log(5.0))], [Run(-1, "")], verdict.HANG),
         ([Run(0, ""), failed(OTHER)], [Run(0, ""), Run(0, "")], STOCK_STOPS),
+        ([Run(0, "exiting ...")], [Run(0, log(5.0))], STOCK_STOPS),
         ([Run(0, ""), failed(OTHER)], [Run(0, ""), failed(OTHER)], BOTH_STOP),
     ],
 )

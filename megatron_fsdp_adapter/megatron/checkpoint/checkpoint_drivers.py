@@ -192,12 +192,26 @@ def _load(
         return original(*call.args, **call.kwargs)  # it reports what is missing
     if asked.folder.name == RELEASE:
         wanted = without_training_state(wanted)
+    elif _leaves_out_generators(call.arguments, wanted):
+        # Megatron leaves out of a load what the run does not save, and then stops without it.
+        run = call.arguments["args"]
+        states = sys.modules[LM].get_rng_state(run.ckpt_format, None, None)  # type: ignore[attr-defined]
+        wanted = {**wanted, _RNG: states}
     prepared, rank = agreed(wanted, asked)
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     if state is not None:
         state = _as_asked(state, wanted, rank)
     return (state, *others)
+
+
+def _leaves_out_generators(call: Mapping[str, Any], wanted: StateMapping) -> bool:
+    """True if a run of Megatron-LM goes on with generator states, but has not asked for any, as it
+    saves none (`--no-save-rng`)."""
+    args = call.get("args")
+    if args is None or _RNG in wanted or not is_on(args, "no_save_rng"):
+        return False
+    return not is_on(args, "no_load_rng") and not is_on(args, "finetune")
 
 
 def _require_optimizer(call: Mapping[str, Any], folder: Path) -> None:
@@ -243,26 +257,25 @@ def agreed(wanted: StateMapping, asked: Asked) -> tuple[StateDict, int]:
         lines = (f"the model does not fit {asked.folder}:", errors.describe(), *advice(errors))
         raise ValueError("\n".join(lines))
     split = frozenset[str]().union(*(message.split for message in seen))
-    is_same_split = not split or split == generators.stored_split(metadata.state_dict_metadata)
+    stored = generators.stored_split(metadata.state_dict_metadata)
+    is_same_split = not split or split == stored
     has_generators = is_same_split and all(message.has_generators for message in seen)
     if not has_generators:
         prepared.pop(_RNG, None)
     if ranks.rank == 0:
         for line in (
-            *_remarks(asked.folder, has_generators),
+            *_remarks(asked.folder, has_generators, stored),
             *printed(found, asked.folder, asked.strictness),
         ):
             print(line, flush=True)
     return prepared, ranks.rank
 
 
-def _remarks(folder: Path, has_generators: bool) -> Iterator[str]:
-    """A line about generators that keep their seeds."""
+def _remarks(folder: Path, has_generators: bool, stored: frozenset[str]) -> Iterator[str]:
+    """A line about generators that keep their seeds. stored: as of `generators.stored_split`."""
     if not has_generators:
-        yield (
-            f"{folder} has RNG states of another split of the model. This run's generators keep "
-            "their seeds"
-        )
+        what = "RNG states of another split of the model" if stored else "no RNG states"
+        yield f"{folder} has {what}. This run's generators keep their seeds"
 
 
 def wrapped_to_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:

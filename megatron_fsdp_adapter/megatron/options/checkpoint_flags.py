@@ -87,7 +87,7 @@ CHECKPOINT_FLAGS: tuple[CheckpointFlag, ...] = (
         "after a save, the one before is deleted unless its iteration is a multiple of this",
     ),
     _works("--no-save-optim", "a resume then needs `--no-load-optim` or `--finetune`"),
-    _works("--no-save-rng", "a resume then needs `--no-load-rng` or `--finetune`"),
+    _works("--no-save-rng", "a resume takes the states that the checkpoint has"),
     _works("--load", "the newest checkpoint of a folder; of a `release` folder the weights"),
     _works("--ckpt-step", "loads this iteration, which the tracker need not name"),
     _works("--no-load-optim", "the optimizer starts without state, which need not be stored"),

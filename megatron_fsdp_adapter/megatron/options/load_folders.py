@@ -27,7 +27,6 @@ LOAD_ARGUMENTS = frozenset(
         "no_load_optim",
         "no_load_rng",
         "no_save_optim",
-        "no_save_rng",
         "skip_train",
     )
 )
@@ -130,15 +129,10 @@ def load_problems(args: Any) -> list[str]:
 def _left_out_of_loads(args: Any) -> list[str]:
     """Problems of what Megatron leaves out of the state that it loads because it does not save it,
     and then asks for."""
-    found = []
     loads_optimizer = not is_on(args, "no_load_optim") and not is_on(args, "skip_train")
-    for part, is_loaded in (
-        ("optim", loads_optimizer),
-        ("rng", not is_on(args, "no_load_rng")),
-    ):
-        if is_loaded and is_on(args, f"no_save_{part}"):
-            found.append(
-                f"no_save_{part}=True: Megatron-LM then reads no such state from --load either, "
-                f"and stops where it needs it. Add --no-load-{part}, or leave this out"
-            )
-    return found
+    if not loads_optimizer or not is_on(args, "no_save_optim"):
+        return []
+    return [
+        "no_save_optim=True: Megatron-LM then reads no such state from --load either, and stops "
+        "where it needs it. Add --no-load-optim, or leave this out"
+    ]

@@ -72,6 +72,9 @@ def _of_run(index: int, stock: Run, ours: Run, flags: str) -> Verdict | None:
     lines = lm_log.differences(
         {key: first[key] for key in common}, {key: second[key] for key in common}, tolerance
     )
+    if second and not first:
+        # Megatron-LM ends some runs that cannot go on with status 0.
+        return Verdict(STOCK_STOPS, error_of(stock.log), stock.end)
     if not common:
         lines = ["no value was printed on both sides"] if first or second else []
     if lines:

@@ -68,8 +68,8 @@ CASES: dict[str, tuple[Roots, dict[str, Any], str]] = {
     "an optimizer that is not asked for": (
         {"": ("5", {"_5": OURS})}, {"no_save_optim": True}, "Add --no-load-optim",
     ),
-    "generators that are not asked for": (
-        {"": ("5", {"_5": OURS})}, {"no_save_rng": True}, "Add --no-load-rng",
+    "generators, which are asked for later": (
+        {"": ("5", {"_5": OURS})}, {"no_save_rng": True}, "",
     ),
     "neither is wanted": (
         {"": ("5", {"_5": OURS})},
