@@ -199,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     failed = 0
     lines = [f"{given.model}, {given.ranks} ranks, {given.num_microbatches} microbatches", HEAD]
+    print("\n".join(lines), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         script = copy_of(given.checkout.resolve(), Path(folder))
         # The checkout's megatron, and this package, before what is installed.
@@ -216,9 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed = 1
                 lines.append(f"{name}: not measured: {problem or error}")
             print(lines[-1], flush=True)
-    text = "\n".join(lines)
-    (given.out / "table.txt").write_text(text + "\n")
-    print(text)
+    (given.out / "table.txt").write_text("\n".join(lines) + "\n")
     return failed
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.dtensor.blocks import Chunks
@@ -53,6 +54,11 @@ def _copy_attributes(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
     for name, value in vars(unsharded).items():
         if name not in left_out and not name.startswith("_fsdp_"):
             setattr(sharded, name, value)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def engines_behind(params: Iterable[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..build.replicas import check_manager
-from ..build.shard_attributes import engines_behind
+from ..build.shard_attributes import engines_behind, params_of
 from ..core.comm.managed import raise_refusal
 from ..core.engine.engine import FsdpEngine
 from ..elastic.facts import facts_of, set_own_facts
@@ -65,7 +65,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 f"closure={closure!r}: an elastic step cannot repeat a forward. Run the backward "
                 "before step()"
             )
-        for engine in engines_behind(_params_of(self.optim)):
+        for engine in engines_behind(params_of(self.optim)):
             engine.complete_grads()
         raise_refusal(self.manager)
         if self.manager.should_commit():
@@ -144,7 +144,3 @@ def _engine_of(model: Any) -> FsdpEngine:
 
 def _managers_of(engine: FsdpEngine) -> set[Any]:
     return {group.domain.manager for group in engine.groups}
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

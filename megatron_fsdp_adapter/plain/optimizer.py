@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..build.shard_attributes import engines_behind
+from ..build.shard_attributes import engines_behind, params_of
 from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
 from ..optim.residency import OFFLOAD_OPTION, Residency
@@ -43,10 +43,6 @@ def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
     return engines_behind(params)
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
     """The engines of the parameters that the groups have now. ValueError if some are of none."""
     # The engines were looked up for the pairs `known`.
@@ -54,7 +50,7 @@ def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
     shards: LocalShards = optimizer._fsdp_shards
     shards.follow_groups(optimizer)
     if shards.pairs is not known:
-        engines = _engines_of(_params_of(optimizer))
+        engines = _engines_of(params_of(optimizer))
         optimizer._fsdp_engines = shards.pairs, engines
     return engines
 
@@ -75,7 +71,7 @@ def _weights_changed(optimizer: Any, *unused: Any) -> None:
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
     """Forgets the gradients of this optimizer's parameters, with either `set_to_none`."""
     end_step(optimizer)
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     for engine in _engines_now(optimizer):
         engine.zero_grads_of(params)
 
@@ -87,7 +83,7 @@ def _training_class(base: type) -> type:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         base.add_param_group(self, param_group)  # type: ignore[attr-defined]
         try:
-            _engines_of(_params_of(self))
+            _engines_of(params_of(self))
         except ValueError:
             self.param_groups.pop()  # the base class has added it
             raise
@@ -135,8 +131,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")
-    make_engines(_params_of(optimizer))
-    engines = _engines_of(_params_of(optimizer))
+    make_engines(params_of(optimizer))
+    engines = _engines_of(params_of(optimizer))
     rule = _rule_for(optimizer, engines)
     # The user may read weights after a step without asking the engine.
     adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, readers_ask=False))

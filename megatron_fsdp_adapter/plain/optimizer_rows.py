@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..build.shard_attributes import engines_behind
+from ..build.shard_attributes import engines_behind, params_of
 from ..core.dtensor.uneven import UnevenDTensor, with_chunks
 
 
@@ -32,7 +32,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     - parameters from before sharding, which would find no gradients;
     - torch's Adam without `fully_shard_optimizer`, if gradients have another dtype than parameters.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     sharded = [param for param in params if hasattr(param, "_fsdp_engine")]
     if isinstance(optimizer, torch.optim.Adafactor) and sharded:
         raise RuntimeError(

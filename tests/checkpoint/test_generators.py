@@ -122,6 +122,12 @@ def _states(**values: float) -> dict[str, Any]:
     }
 
 
+def _save(trainer: Trainer, folder: Path, stored: dict[str, float]) -> None:
+    """Saves the trainer's state with these generator states."""
+    state = training_state([trainer.wrapper], trainer.optimizer)
+    dcp.save({**state, "rng_state": _states(**stored)}, checkpoint_id=folder)
+
+
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
@@ -139,8 +145,7 @@ def test_states_come_to_the_place_where_megatron_looks(
     stored: dict[str, float],
     expected: float,
 ) -> None:
-    state = training_state([trainer.wrapper], trainer.optimizer)
-    dcp.save({**state, "rng_state": _states(**stored)}, checkpoint_id=tmp_path)
+    _save(trainer, tmp_path, stored)
     asked = asked_state(trainer, rng_state=_states(**{"001": 0.0}))
     found = load_by_driver(driver, tmp_path, asked)["rng_state"]
     assert same(found, _states(**{"00": expected}))
@@ -166,8 +171,7 @@ def test_a_run_that_saves_no_states_goes_on_with_stored_ones(
     said: str,
 ) -> None:
     """With `--no-save-rng` Megatron asks for none, and would stop behind the load."""
-    state = training_state([trainer.wrapper], trainer.optimizer)
-    dcp.save({**state, "rng_state": _states(**stored)}, checkpoint_id=tmp_path)
+    _save(trainer, tmp_path, stored)
     driver.get_rng_state = lambda *unused: _states(**{"00": 0.0})
     run = {"no_save_rng": True, "ckpt_format": "fsdp_dtensor"}
     found = load_by_driver(driver, tmp_path, asked_state(trainer), **run)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,7 +34,7 @@ from megatron_fsdp_adapter.core.engine.buffer import is_owned
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import full_all
-from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, trained
+from tests.lib.plain.beside_torch import NormedLayer, TiedNet, check_alike, last_dim, trained
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = (
@@ -52,19 +53,9 @@ IN_FLOAT32 = {"mp_policy": Dtypes(param_dtype=BF16, reduce_dtype=FP32)}
 SENT_IN_BF16 = {"mp_policy": Dtypes(param_dtype=BF16, reduce_dtype=BF16), SUMS: True}
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def net(dtype: torch.dtype = FP32) -> TiedNet:
     torch.manual_seed(3)
-    return TiedNet(Layer, 2, WIDTH).to(dtype)
+    return TiedNet(partial(NormedLayer, WIDTH), 2, WIDTH).to(dtype)
 
 
 def tokens(step: int, microbatch: int, rank: int) -> torch.Tensor:
@@ -201,7 +192,12 @@ def by_model(options: Mapping[str, Any], case: Case) -> Any:
             layer.compile(backend="aot_eager")
     policy = MixedPrecisionPolicy(None, FP32, BF16, compute_dtype=BF16)
     return fully_shard_model(
-        model, case.get("mesh"), [Layer], mixed_precision_policy=policy, **{SUMS: True}, **options
+        model,
+        case.get("mesh"),
+        [NormedLayer],
+        mixed_precision_policy=policy,
+        **{SUMS: True},
+        **options,
     )
 
 

@@ -4,6 +4,7 @@ weights of `fully_shard` are those of torch's function, bit for bit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
-from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, norms_of
+from tests.lib.plain.beside_torch import NormedLayer, TiedNet, check_alike, last_dim, norms_of
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("plain/late_training.py", "plain/user_loop.py", "core/engine/unit.py")
@@ -30,16 +31,6 @@ WIDTH = 6
 STEPS = 4
 MICROBATCHES = 2
 Shards = Callable[..., Any]
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 Changes = Mapping[tuple[int, int], Mapping[str, bool]]
@@ -72,7 +63,7 @@ def made(
     **options: Any,
 ) -> Any:
     torch.manual_seed(3)
-    net = TiedNet(Layer, 3, WIDTH)
+    net = TiedNet(partial(NormedLayer, WIDTH), 3, WIDTH)
     prepare(net)
     freeze(net, changes[0, 0])
     for module in (*net.layers, net):

@@ -194,8 +194,8 @@ def _load(
         wanted = without_training_state(wanted)
     elif _leaves_out_generators(call.arguments, wanted):
         # Megatron leaves out of a load what the run does not save, and then stops without it.
-        run = call.arguments["args"]
-        states = sys.modules[LM].get_rng_state(run.ckpt_format, None, None)  # type: ignore[attr-defined]
+        module: Any = sys.modules[LM]
+        states = module.get_rng_state(call.arguments["args"].ckpt_format, None, None)
         wanted = {**wanted, _RNG: states}
     prepared, rank = agreed(wanted, asked)
     call.arguments["sharded_state_dict"] = prepared

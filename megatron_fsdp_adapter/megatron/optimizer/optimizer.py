@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
+from ...build.shard_attributes import params_of
 from ...checkpoint.coordination import coordination
 from ...core.engine.engine import FsdpEngine
 from ...core.problems import raise_problems
@@ -265,7 +266,7 @@ def _look_up_names(ours: ModelChunks, self: Any) -> None:
 
 def _params_by_name(self: Any) -> dict[str, Any]:
     _look_up_names(our_chunks(self), self)  # core asks for no name on a frozen stage
-    params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    params = params_of(self.optimizer)
     return {self._param_name(param): param for param in params}
 
 

@@ -69,9 +69,9 @@ def _option(action: argparse.Action) -> dict[str, Any]:
         found["metavar"] = action.metavar
         found["nargs"] = action.nargs
         found["choices"] = None if action.choices is None else list(action.choices)
-        found["type"] = getattr(action.type, "__name__", None)
-        if found["type"] not in _TYPES:
-            found["type"] = None
+        kind_of_value = getattr(action.type, "__name__", None)
+        if kind_of_value in _TYPES:
+            found["type"] = kind_of_value
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -33,6 +33,18 @@ class TiedNet(nn.Module):
         return self.out(x)
 
 
+class NormedLayer(nn.Module):
+    """A norm and an MLP, added to their input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
 def last_dim(param: nn.Parameter) -> Shard | None:
     """A `shard_placement_fn` that splits the last dim, of all but vectors."""
     return Shard(-1) if param.ndim > 1 else None
