@@ -9,7 +9,7 @@
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
 # PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (expert-parallel ranks; 4 and 2), and ARGS_8B,
-# ARGS_1B, ARGS_MOE, ARGS_FP8 to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
+# ARGS_1B, ARGS_MOE, ARGS_FP8 to change or add options of benchmark.py. Of `matrix` (docs/contributing/matrix.md):
 # MATRIX_RESULTS (default $OUT/matrix.jsonl; what has ended there is not run again), MATRIX_SECONDS
 # (560), and MATRIX, MATRIX_ARRAY and MATRIX_WIDTH of tests/gpu/test_gpu_matrix.py (all cells of gpu).
 set -uo pipefail

@@ -1,8 +1,8 @@
 """The record of the run that saved a checkpoint: `adapter_metadata.json` in its folder.
 
 Plain JSON, so that it can be read without torch and without unpickling. The schema is in
-docs/checkpoint_format.md. A folder without it, from another program or an older release, is read
-as well.
+docs/contributing/checkpoint_format.md. A folder without it, from another program or an older
+release, is read as well.
 """
 
 from __future__ import annotations

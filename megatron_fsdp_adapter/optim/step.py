@@ -17,7 +17,7 @@ the group, such as its count of steps. So the hook notes what they are after the
 
 One optimizer holds all parameters, as core's own for sharded weights does. So a gradient norm,
 clipping and a checkpoint need not know which groups are updated ahead. The section "The optimizer
-seam" of docs/design_steps.md says why not all of them are.
+seam" of docs/contributing/design_steps.md says why not all of them are.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ UNIT_NUMEL = "suggested_communication_unit_size"
 JOINED_NUMEL = 100_000_000
 JOINED_PART = 16
 """Limits of a joined unit by default: its elements; its part of all layers, as a reciprocal.
-Measured (docs/results_launch.md) with layers of 61M elements, joined by two to units of 122M."""
+Measured (docs/contributing/results_launch.md) with layers of 61M elements, joined by two to units
+of 122M."""
 
 
 def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:

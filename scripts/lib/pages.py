@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 import textwrap
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]+)\n(.*?)(?=^### |\Z)", re.M | re.S)
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
 CODE = re.compile(r"(?<=<code>)[^<]+")
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)\s]+\)")
-NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
+RELATIVE = re.compile(r"\[([^\]]+)\]\(([\w./-]+)((?:#[\w-]+)?)\)")
+FOR_CONTRIBUTORS = "contributing/"
+"""Folder of the pages that a search does not find."""
 
 
 def titled(fence: re.Match[str]) -> str:
@@ -59,19 +61,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> st
     """The page as the site's Markdown.
 
     A link that is named as its file gets the page's title. A link to a file outside of docs/, which
-    the site does not have, becomes its text."""
+    the site does not have, becomes its text. Pages for contributors are left out of the search."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
+    source = page.file.src_uri
+    if source.startswith(FOR_CONTRIBUTORS):
+        page.meta["search"] = {"exclude": True}
     titles = dict(nav_titles(config["nav"]))
 
-    def with_title(link: re.Match[str]) -> str:
-        file = link[1]
-        return f"[{titles.get(file, file)}]({link[2]})"
+    def relative(link: re.Match[str]) -> str:
+        text, target, anchor = link.groups()
+        file = os.path.normpath(os.path.join(os.path.dirname(source), target))
+        if file.startswith(".."):
+            return text
+        if text == os.path.basename(file):
+            text = titles.get(file, text)
+        return f"[{text}]({target}{anchor})"
 
-    text = NAMED_AS_FILE.sub(with_title, markdown)
+    text = RELATIVE.sub(relative, markdown)
     text = FENCE.sub(titled, text)
-    text = TABS.sub(tabbed, text)
-    return OUTSIDE.sub(r"\1", text)
+    return TABS.sub(tabbed, text)
 
 
 def breakable(cell: re.Match[str]) -> str:

@@ -1,4 +1,5 @@
-"""Cells of the matrix beside stock DDP (docs/matrix.md), by default all that shard over two GPUs.
+"""Cells of the matrix beside stock DDP (docs/contributing/matrix.md), by default all that shard
+over two GPUs.
 
 MATRIX: words that the names of the chosen cells have; MATRIX_ARRAY: gpu_dp, or gpu for the
 model-parallel axes too; MATRIX_WIDTH: small, or real.

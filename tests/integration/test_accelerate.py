@@ -1,7 +1,7 @@
 """accelerate, transformers' Trainer, peft and TRL, unmodified, above `use_as_fsdp2`, beside the
 same above torch's FSDP2.
 
-Opt-in by what is installed: see docs/test_runs.md.
+Opt-in by what is installed: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

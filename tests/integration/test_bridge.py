@@ -1,6 +1,7 @@
 """Megatron-Bridge: a recipe trains with the wrapper through scripts/pretrain_bridge.py.
 
-Opt-in: needs megatron-bridge and what it imports, without its GPU packages (see docs/test_runs.md).
+Opt-in: needs megatron-bridge and what it imports, without its GPU packages
+(see docs/contributing/test_runs.md).
 
     python -m pytest --full tests/integration/test_bridge.py
 """

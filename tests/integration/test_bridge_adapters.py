@@ -1,6 +1,6 @@
 """Megatron-Bridge, unmodified, fine-tunes with adapters (LoRA) on the weights of a checkpoint.
 
-Opt-in: see docs/test_runs.md.
+Opt-in: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

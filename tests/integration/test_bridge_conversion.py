@@ -1,6 +1,6 @@
 """Megatron-Bridge, unmodified, loads Hugging Face weights into sharded models and exports them.
 
-Opt-in: see docs/test_runs.md.
+Opt-in: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

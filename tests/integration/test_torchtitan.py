@@ -1,6 +1,6 @@
 """Decoders of torchtitan, parallelized by its own functions, beside the same above torch's FSDP2.
 
-Opt-in by what is installed: see docs/test_runs.md.
+Opt-in by what is installed: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

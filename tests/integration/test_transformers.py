@@ -1,7 +1,7 @@
 """Models that transformers shards while it loads them (`DistributedConfig`), beside the same above
 torch's FSDP2.
 
-Opt-in by what is installed: see docs/test_runs.md.
+Opt-in by what is installed: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """verl, unmodified: its plugin entry builds sharded models, which give their memory to the engine
 that generates, and send it what a step has changed.
 
-Opt-in: see docs/test_runs.md.
+Opt-in: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/traps*.md have a row for every kind of mistake, and all that pages name exists."""
+"""docs/contributing/traps*.md have a row for every kind of mistake; all that pages name exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.lib.pages import PAGES
 CHECKS = ()  # reads pages
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted((ROOT / "docs").glob("traps*.md"))
+DOCUMENTS = sorted((ROOT / "docs" / "contributing").glob("traps*.md"))
 KINDS = {"G": 18, "A": 12, "M": 26, "E": 11, "T": 8, "H": 7, "I": 11, "C": 45, "F": 7, "D": 16,
          "L": 16, "R": 10, "X": 11, "S": 14, "V": 6, "Q": 20, "O": 13, "W": 13,
          "U": 11}  # fmt: skip

@@ -15,7 +15,7 @@ import yaml
 CHECKS = ()  # of scripts/overview.py
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"(?:ddp |ours:optim )?ms/step")
 """Titles of columns with times."""

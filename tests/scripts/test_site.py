@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter import checkpoint
+from scripts.lib import pages
 
 CHECKS = ()  # of the pages
 
@@ -41,3 +43,16 @@ def test_every_public_name_is_in_the_reference() -> None:
         *(f"checkpoint.{name}" for name in checkpoint.__all__),
     }
     assert public <= named
+
+
+def test_pages_for_contributors_are_left_out_of_the_search() -> None:
+    page = SimpleNamespace(is_homepage=False, meta={}, file=SimpleNamespace(src_uri="memory.md"))
+    config = {"nav": [{"Guides": [{"Memory": "memory.md"}]}]}
+    text = "[memory.md](memory.md#a), [tests](../tests/a.py), [b](contributing/b.md)"
+    expected = "[Memory](memory.md#a), tests, [b](contributing/b.md)"
+    assert pages.on_page_markdown(text, page, config) == expected
+    assert page.meta == {}
+    page.file.src_uri = "contributing/design.md"
+    text = "[memory.md](../memory.md#a), [tests](../../tests/a.py)"
+    assert pages.on_page_markdown(text, page, config) == "[Memory](../memory.md#a), tests"
+    assert page.meta == {"search": {"exclude": True}}

@@ -62,7 +62,7 @@ def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
 
     The sizes of outputs are looked at once, here, and not in each copy. Torch's kernel for many
     tensors is slow beside GEMMs, which leave room for few of its blocks
-    (docs/results_experiments.md).
+    (docs/contributing/results_experiments.md).
     """
     large = [(i, output) for i, output in enumerate(outputs) if output.numel() >= LARGE]
     small = [i for i, output in enumerate(outputs) if output.numel() < LARGE]

@@ -191,7 +191,7 @@ class ParamGroup:
 
         It is with an outer axis: this is the slow network, and is gathered once a step then and not
         at every use. Keeping shards always was tried: a gather then copies this rank's own piece,
-        which costs what the cast does (docs/results_experiments.md)."""
+        which costs what the cast does (docs/contributing/results_experiments.md)."""
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         return self.shards.splits_outer or self._main_is_on_host() or stays
 

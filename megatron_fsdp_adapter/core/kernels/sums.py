@@ -2,7 +2,8 @@
 
 On CUDA a Triton kernel reads every row once and writes, or adds to, the output: one pass, in
 float32, in the order of the rows. Torch's own reduction over a first dimension of 2 to 8 rows is
-slower, and adding its result to the output is one pass more (docs/results_experiments.md).
+slower, and adding its result to the output is one pass more
+(docs/contributing/results_experiments.md).
 """
 
 from __future__ import annotations

@@ -353,9 +353,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         BUDGET, Gib, 0.0,
         "GiB per GPU for weights and gradients that stay unsharded over a step; auto: the memory "
-        "that is free in the first steps (docs/design_weights.md)",
+        "that is free in the first steps (docs/memory.md)",
         use="several microbatches and memory to spare "
-        "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
+        "([memory.md](memory.md#when-there-is-memory-to-spare))",
         plain=BUDGET, some_strategies=True,
         refused=(
             (_is_no_budget, NO_BUDGET),

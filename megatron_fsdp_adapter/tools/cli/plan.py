@@ -3,8 +3,7 @@
     plan --preset llama3-8b --gpus 8 --gpu h100 --global-batch-size 128
     plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512
 
-No GPU and no weights are needed. docs/plan.md lists what is modeled, docs/plan_measured.md
-prediction errors.
+No GPU and no weights are needed. docs/plan.md lists what is modeled, and prediction errors.
 
 Exit status: 0, or 2 for bad input, or if no configuration fits.
 """

@@ -70,7 +70,8 @@ class Machine:
 
     host: launch time relative to the reference host. straggle: relative standard deviation of a
     host's step time; a step takes as long as the slowest host's. The others are slowdown factors of
-    concurrent operations, fitted to half of the measured rows (docs/plan_measured.md)."""
+    concurrent operations, fitted to half of the measured rows
+    (docs/contributing/plan_measured.md)."""
 
     gpu: Gpu
     network: Network

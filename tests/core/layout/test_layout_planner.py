@@ -185,13 +185,14 @@ def test_one_shard_is_padded_for_alignment_only(specs: list, align: int) -> None
     assert layout.total_numel == sum(aligned)
 
 
-DOCUMENTED = (Path(__file__).parents[3] / "docs" / "layout.md").read_text().splitlines()
+PAGE = Path(__file__).parents[3] / "docs" / "contributing" / "layout.md"
+DOCUMENTED = PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize("num_shards", TABLE_SHARDS)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_padding_of_published_models(name: str, num_shards: int) -> None:
-    """It is what docs/layout.md says."""
+    """It is what docs/contributing/layout.md says."""
     specs = specs_of(PUBLISHED[name])
     layout = plan_group(specs, num_shards)
     packed = lcm_total(specs, num_shards, layout.align)

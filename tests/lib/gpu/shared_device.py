@@ -1,8 +1,8 @@
 """Several ranks on one GPU, for tests of what ranks compute on machines that have no second one.
 
 NCCL from 2.31 on allows that where `NCCL_MULTI_RANK_GPU_ENABLE=1` says so; a newer one than torch
-brings is preloaded (docs/matrix.md). The ranks take turns on the device, so that no time means
-anything.
+brings is preloaded (docs/contributing/matrix.md). The ranks take turns on the device, so that no
+time means anything.
 """
 
 from __future__ import annotations

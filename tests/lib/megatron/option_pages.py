@@ -175,7 +175,7 @@ def refused_programs() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "checkpoint_flags.md": {"flags": checkpoint_flags},
     "flags.md": {"options": options, "settings": settings},
-    "matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
+    "contributing/matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
     "refused.md": {"refused": refused_configs},
     "refused_programs.md": {"refused": refused_programs},
     "resume.md": {"groups": group_origins, "schedule": schedule_origins},
