@@ -64,6 +64,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> st
     the site does not have, becomes its text. Pages for contributors are left out of the search."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
+    elif page.parent is None:  # a tab of one page, whose title is in the tabs already
+        page.meta["hide"] = ["navigation"]
     source = page.file.src_uri
     if source.startswith(FOR_CONTRIBUTORS):
         page.meta["search"] = {"exclude": True}

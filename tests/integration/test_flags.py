@@ -1,5 +1,6 @@
-"""Pages of docs have every flag of Megatron-LM that concerns the wrapper, and every field of the
-configs of its megatron-core. The table of flags about checkpoints has every one of them."""
+"""docs/options.md has every flag of Megatron-LM that concerns the wrapper, and the table of flags
+about checkpoints every one of them. docs/contributing/fields.md has every field of the configs of
+its megatron-core."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_fsdp_adapter.megatron.options.checkpoint_flags import CHECKPOINT_FLAGS
 from tests.lib.integration.lm_flags import CONFIGS, fields_of, flags_of
 from tests.lib.integration.lm_runs import ROOT
+from tests.lib.megatron.option_pages import tables_of
 
 CHECKS = (
     "launch/megatron_lm.py",
@@ -19,9 +21,7 @@ CHECKS = (
     "megatron/options/checkpoint_flags.py",
 )
 
-TEXT = "".join(
-    (ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md", "checkpoint_flags.md")
-)
+TEXT = (ROOT / "docs" / "options.md").read_text()
 
 CONCERNS = re.compile(
     r"fsdp|hsdp|ddp-|nccl-ub|symmetric-registration|communication-unit|all-gather-group"
@@ -62,12 +62,11 @@ def test_every_flag_that_concerns_the_wrapper_is_in_the_document(parsed: dict[st
 
 def test_every_field_of_the_checkouts_configs_is_in_the_document(megatron_lm: Path) -> None:
     """As `tests/megatron/options/test_option_pages.py` checks with the installed megatron-core."""
-    text = (ROOT / "docs" / "fields.md").read_text()
+    tables = tables_of("fields.md")
     known = {}
     for section in CONFIGS:
-        table = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-        rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
-        known[section] = set(re.findall(r"`(\w+)`", " ".join(rows)))
+        names = " ".join(row[1] for row in tables[section])
+        known[section] = set(re.findall(r"`(\w+)`", names))
     known["MLATransformerConfig"] |= known["TransformerConfig"]
     found = fields_of(megatron_lm)
     assert all(len(names) > 30 for names in found.values())

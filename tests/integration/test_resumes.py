@@ -1,5 +1,5 @@
 """Megatron-LM's pretrain_gpt.py is resumed with changed flags, under its own DDP and under the
-wrapper: the same digits, or both stop. docs/resume.md lists the exceptions.
+wrapper: the same digits, or both stop. docs/checkpoint.md lists the exceptions.
 
 Opt-in, as `test_megatron_lm.py`: set MEGATRON_LM_PATH, and use --full. Needs core 0.19 or newer:
 before, Megatron's DDP ignores some changes without a word.

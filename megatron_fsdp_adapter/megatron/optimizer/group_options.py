@@ -1,7 +1,7 @@
 """Options of parameter groups and of the schedule: which of them a resumed run takes from the
 checkpoint, and which are its own.
 
-`GROUP_OPTIONS` and `SCHEDULE_OPTIONS` list them; docs/resume.md is made of these tables. The
+`GROUP_OPTIONS` and `SCHEDULE_OPTIONS` list them; docs/options.md is made of these tables. The
 reference is Megatron's DDP of core 0.19. It looks for a saved group that agrees with a group of the
 run in the options that tell groups apart, and takes all other options of that group. If there is no
 such group, it stops with a KeyError that contains values without names.

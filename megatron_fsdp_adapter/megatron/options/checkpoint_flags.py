@@ -1,5 +1,5 @@
 """Every flag of Megatron-LM's group "checkpointing", 0.16.1 to main, in one table: it works, has
-no effect, or is refused. `docs/checkpoint_flags.md` shows it.
+no effect, or is refused. `docs/options.md` shows it.
 
 Rules about the folders that a run loads are in `load_folders.py`."""
 

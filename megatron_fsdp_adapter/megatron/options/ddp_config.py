@@ -33,8 +33,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
 _DOC = """megatron-core's config plus the fields of Megatron-LM main, with main's defaults.
 
 The fields are the rows of `options/table.py` that 0.16.1 lacks. A plain 0.16.1 config works too: a
-missing field has its row's default. `docs/options.md` and `docs/flags.md` describe each field,
-`docs/refused.md` lists rejected values.
+missing field has its row's default. `docs/options.md` describes each field,
+`docs/support.md` lists rejected values.
 
 Raises:
     ValueError: both `bucket_size` and `num_buckets`, as in main.

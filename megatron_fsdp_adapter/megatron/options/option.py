@@ -42,8 +42,8 @@ class Option:
     Attributes:
         name: of the field; the flag is `--name` with dashes.
         type, default: those of the field, and of the flag's value.
-        help: text for `--help` and `docs/flags.md`; empty: no flag is added.
-        use: when to set it, for `docs/flags.md`; empty: the page says that it has no effect. The
+        help: text for `--help` and `docs/options.md`; empty: no flag is added.
+        use: when to set it, for `docs/options.md`; empty: the page says that it has no effect. The
             page has no row for an option of core without `help`.
         plain: the corresponding argument of `fully_shard_model`.
         in_core: megatron-core 0.16.1 has the field, with this default.

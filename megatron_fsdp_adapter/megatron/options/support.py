@@ -1,4 +1,4 @@
-"""Rules for Megatron's model and optimizer configs, which `docs/refused.md` lists. Rules for the
+"""Rules for Megatron's model and optimizer configs, which `docs/support.md` lists. Rules for the
 DDP config are in `table.py`, those of CUDA graphs in `cuda_graphs.py`."""
 
 from __future__ import annotations

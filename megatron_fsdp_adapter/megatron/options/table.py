@@ -2,7 +2,7 @@
 
 A row defines the field of the config class (`ddp_config.py`), the flag for a Megatron-LM that lacks
 it, the fields of `EngineConfig` that it sets, its rules, its value in `prove`'s other strategies,
-and the row in `docs/flags.md` (`tests/lib/megatron/option_pages.py`).
+and the row in `docs/options.md` (`tests/lib/megatron/option_pages.py`).
 """
 
 from __future__ import annotations
@@ -369,8 +369,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         OFFLOAD, bool, False,
         "main weights and moments in host memory, updated on the GPU unit by unit "
-        "(docs/optimizer_offload.md)",
-        use="a model that does not fit otherwise ([optimizer_offload.md](optimizer_offload.md))",
+        "(docs/memory.md)",
+        use="a model that does not fit otherwise ([memory.md](memory.md#optimizer-in-host-memory))",
         plain=OFFLOAD, sets=lambda value: {"offload": bool(value)},
         excludes={ITERATION: (
             "a replay does not detect that new weights were loaded into host memory"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # fmt: off
 REFUSALS = (
     (r"a backward ran after this step's gradients had been reduced",
-     "backwards of a step but the last run under no_sync (docs/migration.md)"),
+     "backwards of a step but the last run under no_sync (docs/fully_shard_model.md)"),
     (r"whose weights are not gathered \(phase",
      "resharded parameters are read between a forward and its backward (docs/fsdp2.md)"),
     (r"gathered weights were written in a forward, or between a forward and its backward",
@@ -16,7 +16,7 @@ REFUSALS = (
     (r"a backward raised after it had added gradients",
      "a backward raises, and gradients of an earlier one are still there (docs/fsdp2.md)"),
     (r"was set to True, but it was frozen when the model was sharded, so its main weights are in",
-     "main weights of frozen parameters keep their dtype (docs/migration.md)"),
+     "main weights of frozen parameters keep their dtype (docs/fully_shard_model.md)"),
 )
 """Texts of errors that the package raises on purpose, as patterns, and where they are explained."""
 # fmt: on

@@ -94,7 +94,8 @@ DIFFERS = {
     "test_raise_scalar_parameter": "a scalar is sharded, not refused",
     "test_raise_noncontiguous_parameter": "strides of another order become contiguous, not refused",
 }
-"""By parts of names: tests that fail, and have to as long as this is so; docs/fsdp2.md says it."""
+"""By parts of names: tests that fail, and have to as long as this is so; docs/contributing/fsdp2.md
+says it."""
 
 WORDS = {
     "expects a 1D or 2D DeviceMesh": "dims for data parallelism are not supported",

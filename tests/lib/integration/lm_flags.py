@@ -29,7 +29,7 @@ for path in sys.argv[2:]:
 """
 
 CONFIGS = {
-    # section of docs/fields.md -> class
+    # section of docs/contributing/fields.md -> class
     "TransformerConfig": "megatron.core.transformer.TransformerConfig",
     "MLATransformerConfig": "megatron.core.transformer.transformer_config.MLATransformerConfig",
     "OptimizerConfig": "megatron.core.optimizer.OptimizerConfig",

@@ -1,5 +1,6 @@
-"""Tables of docs/flags.md, checkpoint_flags.md, refused*.md, resume.md and matrix.md, made of the
-tables of the code: `python -m tests.lib.megatron.option_pages` writes them between their marks."""
+"""Tables of docs/options.md, support.md and contributing/matrix.md, made of the tables of the code
+and of contributing/features.md and fields.md. `python -m tests.lib.megatron.option_pages` writes
+them between their marks."""
 
 from __future__ import annotations
 
@@ -33,10 +34,12 @@ RULES = {
     "Megatron-LM": LAUNCH_RULES,
     "Megatron-Bridge": BRIDGE_RULES,
 }
-
-
-OF_CONFIGS = ("DDP config", "model config")
-"""The kinds of rules on docs/refused.md."""
+KINDS = {
+    "DDP config": "Config of the wrapper (DDP config)",
+    "model config": "Config of the model",
+    "optimizer config": "Config of the optimizer",
+}
+"""Kind of a rule -> title of its section, if it is another."""
 
 
 def _row(*cells: str) -> str:
@@ -86,15 +89,18 @@ def settings() -> str:
     return _table(("option", "value", "set by", "reason"), rows)
 
 
-def refused(*kinds: str) -> str:
-    """A row for each rule of some kinds."""
-    rows = []
-    for kind in kinds:
-        for rule in RULES[kind]:
+def refused() -> str:
+    """A row for each rule, in a section for each kind."""
+    texts = []
+    for kind, rules in RULES.items():
+        rows = []
+        for rule in rules:
             beside = re.sub(r"=\{[^}]*\}", "", rule.beside)
             beside = beside.replace("{0.device}", "the CPU")
-            rows.append((f"`{rule.option}`", kind, beside or "-", rule.message))
-    return _table(("option", "config or program", "refused with", "reason, and remedy"), rows)
+            rows.append((f"`{rule.option}`", beside or "-", rule.message))
+        table = _table(("option", "refused with", "reason, and remedy"), rows)
+        texts.append(f"### {KINDS.get(kind, kind)}\n\n{table}\n")
+    return "\n".join(texts)
 
 
 def checkpoint_flags() -> str:
@@ -164,21 +170,62 @@ def schedule_origins() -> str:
     return _origins(group_options.SCHEDULE_OPTIONS)
 
 
-def refused_configs() -> str:
-    return refused(*OF_CONFIGS)
+def tables_of(page: str) -> dict[str, list[list[str]]]:
+    """The rows of each section of a page for contributors, by the section's title."""
+    found: dict[str, list[list[str]]] = {}
+    for section in (DOCS / "contributing" / page).read_text().split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+        found[title] = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return found
 
 
-def refused_programs() -> str:
-    return refused(*(kind for kind in RULES if kind not in OF_CONFIGS))
+def _of_users(cell: str) -> str:
+    """A cell with its links as they are in docs/."""
+    return cell.replace("](../", "](")
+
+
+def works() -> str:
+    """The features of contributing/features.md, without tests, and without those that the table of
+    refusals has."""
+    texts = []
+    for title, features in tables_of("features.md").items():
+        rows = []
+        for feature, state, page, _ in features:
+            if page == "works":
+                rows.append((_of_users(feature), _of_users(state)))
+        texts.append(f"## {title}\n\n{_markdown(('feature', 'state'), rows)}\n")
+    return "\n".join(texts)
+
+
+def config_fields() -> str:
+    """The fields of contributing/fields.md with which there is something to do, without tests."""
+    texts = []
+    for title, fields in tables_of("fields.md").items():
+        if title not in ("MLATransformerConfig", "Fields by release"):
+            rows = [tuple(map(_of_users, row[:3])) for row in fields if row[0] != "nothing to do"]
+            head = ("state", "fields", "effect or reason")
+            texts.append(f"### {title}\n\n{_markdown(head, rows)}\n")
+    return "\n".join(texts)
+
+
+def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table of cells that are Markdown already."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "checkpoint_flags.md": {"flags": checkpoint_flags},
-    "flags.md": {"options": options, "settings": settings},
+    "options.md": {
+        "options": options,
+        "settings": settings,
+        "flags": checkpoint_flags,
+        "groups": group_origins,
+        "schedule": schedule_origins,
+        "fields": config_fields,
+    },
+    "support.md": {"works": works, "refused": refused},
     "contributing/matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
-    "refused.md": {"refused": refused_configs},
-    "refused_programs.md": {"refused": refused_programs},
-    "resume.md": {"groups": group_origins, "schedule": schedule_origins},
 }
 
 

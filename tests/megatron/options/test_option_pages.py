@@ -1,7 +1,7 @@
-"""docs/flags.md, docs/refused*.md and docs/resume.md have the tables of the code.
+"""docs/options.md and docs/support.md have the tables of the code.
 
-docs/fields.md has every field of the installed core's configs once, with its releases. A field that
-a new release brings is found here, not by a run that trains wrongly."""
+docs/contributing/fields.md has every field of the installed core's configs once, with its releases.
+A field that a new release brings is found here, not by a run that trains wrongly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.lib.megatron import option_pages
 
 CHECKS = ("megatron/options/table.py", "megatron/options/support.py", "megatron/options/rules.py")
 
-OPTIONS = "".join((option_pages.DOCS / page).read_text() for page in ("flags.md", "options.md"))
+OPTIONS = (option_pages.DOCS / "options.md").read_text()
 
 
 @pytest.mark.parametrize("page", option_pages.PAGES)
@@ -48,16 +48,16 @@ def test_every_argument_is_documented() -> None:
     arguments = set(inspect.signature(fully_shard_model).parameters)
     # The last two have pages of their own.
     assert arguments - named == {"module", "sync_model_each_microbatch", "elastic"}
-    text = OPTIONS.partition("## `apply_fsdp_overrides")[2]
+    text = OPTIONS.partition("\n## `apply_fsdp_overrides")[2].partition("\n## ")[0]
     wanted = [name for name in inspect.signature(apply_fsdp_overrides).parameters if name != "cfg"]
     assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")] == wanted
 
 
-# docs/fields.md has every field of the installed core's configs once, and says what is so and in
-# which releases they are.
+# docs/contributing/fields.md has every field of the installed core's configs once, and says what is
+# so and in which releases they are.
 
 
-TEXT = (option_pages.DOCS / "fields.md").read_text()
+FIELDS = option_pages.tables_of("fields.md")
 VERSION = megatron.core.__version__  # of a checkout too
 
 CONFIGS: dict[str, tuple[type, type | None, tuple[Rule, ...]]] = {
@@ -69,23 +69,17 @@ CONFIGS: dict[str, tuple[type, type | None, tuple[Rule, ...]]] = {
 }
 
 
-def _cells(section: str) -> list[list[str]]:
-    """The rows of a section's table."""
-    text = TEXT.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 def _rows(section: str) -> list[tuple[str, list[str], str]]:
     """(state, fields, why) of a section."""
-    return [(state, re.findall(r"`(\w+)`", names), why) for state, names, why in _cells(section)]
+    rows = FIELDS[section]
+    return [(state, re.findall(r"`(\w+)`", names), why) for state, names, why, _ in rows]
 
 
 def _of_other_releases(installed: str) -> set[str]:
     """Fields that the installed release does not have yet, or no longer."""
     here = releases.parse(installed)[0][:2]
     found: set[str] = set()
-    for release, change, names in _cells("Fields by release"):
+    for release, change, names in FIELDS["Fields by release"]:
         assert change in ("added", "removed")
         is_later = releases.parse(release)[0] > here
         is_absent = is_later if change == "added" else not is_later
@@ -121,10 +115,15 @@ def test_what_is_refused_has_a_rule_and_what_has_none_is_not_refused(section: st
     assert limited & _names(cls) <= named["works"] | named["refused"] | _names(TransformerConfig)
 
 
-@pytest.mark.parametrize("page", ("fields", "support", "support_features", "support_programs"))
-def test_what_works_names_its_tests(page: str) -> None:
-    lines = (option_pages.DOCS / f"{page}.md").read_text().splitlines()
-    rows = [line.split("|") for line in lines if line.startswith("| ") and line.count("|") == 4]
-    works = [row for row in rows if any(cell.startswith(" works") for cell in row)]
-    assert works
+def test_what_works_names_its_tests() -> None:
+    features = [row for rows in option_pages.tables_of("features.md").values() for row in rows]
+    fields_of_configs = [row for section in CONFIGS for row in FIELDS[section]]
+    works = [row for row in features if row[1].startswith("works")]
+    works += [row for row in fields_of_configs if row[0] == "works"]
+    assert len(works) > 100
     assert [row for row in works if "`tests/" not in row[3]] == []
+
+
+def test_features_are_on_the_page_of_what_works_or_among_refusals() -> None:
+    features = [row for rows in option_pages.tables_of("features.md").values() for row in rows]
+    assert {page for _, _, page, _ in features} == {"works", "refusals"}

@@ -1,7 +1,8 @@
 """Models that the matrix has none of, and fields that later releases brought, train like stock DDP
 without overlap and recompute (traps R1, R2, R3, R5, R6, S1, S3, M7, E3, I4).
 
-Fields are skipped where the installed release lacks them (docs/fields.md says since when they are).
+Fields are skipped where the installed release lacks them (docs/contributing/fields.md says since
+when they are).
 """
 
 from __future__ import annotations

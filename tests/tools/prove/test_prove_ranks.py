@@ -90,9 +90,9 @@ def test_json_has_the_options_the_sizes_and_every_comparison(
 
 
 def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command of docs/prove.md, of which fewer steps are run."""
+    """By the command of docs/doctor.md, of which fewer steps are run."""
     root = Path(__file__).parents[3]
-    page = (root / "docs" / "prove.md").read_text()
+    page = (root / "docs" / "doctor.md").read_text()
     [command] = re.findall(r"megatron-fsdp-adapter doctor (--prove --preset .*)", page)
     status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
     out = capsys.readouterr().out
