@@ -68,14 +68,17 @@ class Rank:
         import torchft
 
         on_gpu = self.device.type == "cuda"
-        group = torchft.ProcessGroupNCCL() if on_gpu else torchft.ProcessGroupGloo()
+        limit = timedelta(seconds=self.options.timeout)
+        # A collective with a dead peer ends when this is over: 60 s by default.
+        kind = torchft.ProcessGroupNCCL if on_gpu else torchft.ProcessGroupGloo
+        group = kind(timeout=limit)
         return torchft.Manager(
             pg=group,
             load_state_dict=None,
             state_dict=None,
             min_replica_size=1,
             use_async_quorum=self.options.part == "async",
-            timeout=timedelta(seconds=self.options.timeout),
+            timeout=limit,
             replica_id=f"replica_{self.number}",
             hostname="127.0.0.1",
         )

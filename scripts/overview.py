@@ -30,9 +30,8 @@ STYLE = {
 """Settings of matplotlib. With them text stays text, and the same table gives the same file."""
 
 
-def bars(axes: Axes, title: str, values: list[float]) -> None:
-    """Horizontal bars from zero, the first one ours, each with its value behind it."""
-    colors = [OURS] + [PEER] * (len(values) - 1)
+def bars(axes: Axes, title: str, values: list[float], colors: list[str]) -> None:
+    """Horizontal bars from zero, each with its value behind it."""
     drawn = axes.barh(range(len(values)), values, height=0.62, color=colors)
     axes.bar_label(drawn, fmt="%.1f", padding=4)
     axes.set_title(title, loc="left", fontsize=10, color=FAINT)
@@ -50,14 +49,16 @@ def draw(table: dict[str, Any], path: Path) -> None:
     figure, (times, memory) = pyplot.subplots(
         1, 2, figsize=(9.8, 3.1), sharey=True, width_ratios=(1.3, 1)
     )
-    bars(times, "milliseconds per step", [row["ms"] for row in rows])
-    bars(memory, "peak GiB per GPU", [row["gib"] for row in rows])
+    colors = [OURS if row.get("ours") else PEER for row in rows]
+    bars(times, "milliseconds per step", [row["ms"] for row in rows], colors)
+    bars(memory, "peak GiB per GPU", [row["gib"] for row in rows], colors)
     times.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    times.get_yticklabels()[0].set_fontweight("bold")
+    for label, row in zip(times.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.get("ours") else "normal")
     floor = table["floor"]
-    label = f"forward and backward alone: {floor}"
+    alone = f"forward and backward alone: {floor}"
     times.axvline(floor, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
-    times.text(floor - 5, len(rows) - 0.38, label, ha="right", va="center", fontsize=8)
+    times.text(floor - 5, len(rows) - 0.38, alone, ha="right", va="center", fontsize=8)
     times.set_ylim(len(rows) - 0.05, -0.45)
     title = f"{table['model']}, {table['machine']}"
     figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, weight="bold")
