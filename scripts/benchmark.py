@@ -35,6 +35,7 @@ from lib.check import Machine, this_machine, validated
 from lib.options import Options, parse, read_preset
 from lib.ranks import run_ranks
 
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO
 from megatron_fsdp_adapter.tools.models.spec import flag
 
 # Defaults of a benchmark. The command line overrides both. A preset overrides `DEFAULTS` only: its
@@ -54,7 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--preset", metavar="FILE", help="model preset (YAML, as for pretrain_gpt.py --config)")
     add("--wrappers", default=",".join(DEFAULT), help=f"comma-separated ({meanings})")
     add("--steps", type=int, default=5, help="steps of a block; one block is one sample")
-    add("--warmup", type=int, default=3, help="steps of each wrapper before the first block")
+    warm_up = "steps of each wrapper before the first block; at least 8 if a row has +auto"
+    add("--warmup", type=int, default=3, help=warm_up)
     add("--repeats", type=int, default=7, help="rounds; each has one block of every wrapper")
     add("--num-microbatches", type=int, default=1, help="microbatches of a step on each rank")
     add(
@@ -75,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--time-limit", type=float, default=3600.0, help="with --ranks: seconds of all of them")
     return parser
 
+
+AUTO_WARMUP = 8
+"""Steps after which a budget of `auto` has been found, and layers that stay unsharded captured."""
 
 COUNTS = ("steps", "warmup", "repeats", "num_microbatches")
 """Options that are numbers of repetitions, which a report records."""
@@ -99,6 +104,8 @@ def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) ->
     options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
     given.options = common_options(options, given.num_microbatches, given.machine)
     given.subjects = parse_subjects(given.wrappers)
+    if any(one.budget == AUTO for one in given.subjects):
+        given.warmup = max(given.warmup, AUTO_WARMUP)
     given.rest = []
     for name in (*COUNTS, "preset", "profile"):
         value = getattr(given, name)

@@ -90,6 +90,13 @@ def test_an_unknown_wrapper_is_refused(text: str) -> None:
         parse_subjects(text)
 
 
+def test_rows_are_measured_after_a_budget_was_found() -> None:
+    rows = "ddp,ours:optim_grads_params"
+    assert given("--wrappers", rows).warmup == 1
+    assert given("--wrappers", f"{rows}+auto").warmup == benchmark.AUTO_WARMUP
+    assert given("--wrappers", f"{rows}+auto", "--warmup", "9").warmup == 9
+
+
 def test_the_model_comes_from_preset_and_flags(tmp_path: Path) -> None:
     preset = tmp_path / "p.yaml"
     preset.write_text(
