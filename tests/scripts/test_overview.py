@@ -101,7 +101,9 @@ def test_a_wrong_ratio_is_found() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
 def test_a_page_has_the_numbers_of_the_picture(page: str) -> None:
     table = yaml.safe_load((ROOT / "docs" / "overview.yaml").read_text())
-    header, floor, *rows = next(tables((ROOT / page).read_text()))
+    text = (ROOT / page).read_text()
+    assert f"commit {table['commit']}" in text
+    header, floor, *rows = next(tables(text))
     assert header[1:] == ["ms/step", "x ddp", "x floor", "peak GiB"]
     assert floor[1] == str(table["floor"])
     found = [(name, time, memory) for name, time, _, _, memory in rows]
