@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -21,7 +22,8 @@ DOCS = ROOT / "docs"
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Links, anchors and nav are checked by it, and docstrings beside signatures."""
+    """Links, anchors and nav are checked by it, and docstrings beside signatures. A search finds
+    the pages for users."""
     for name in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(name)
     done = subprocess.run(
@@ -33,6 +35,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fully_shard_optimizer" in (tmp_path / "api.html").read_text()
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert found == {f"{page.stem}.html" for page in DOCS.glob("*.md")}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
