@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,3 +63,33 @@ def test_pages_for_contributors_are_left_out_of_the_search() -> None:
     text = "[memory.md](../memory.md#a), [tests](../../tests/a.py)"
     assert pages.on_page_markdown(text, page, config) == "[Memory](../memory.md#a), tests"
     assert page.meta == {"search": {"exclude": True}}
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a Git host gives to a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        plain = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+        found.add(plain.replace(" ", "-"))
+    return found
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """The links of a page to files and headings that are not there."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https:", "http:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            yield f"{page.name}: {target}"
+
+
+def test_links_hold_on_a_git_host(tmp_path: Path) -> None:
+    """Those of README.md too, which is not on the site."""
+    written = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    assert [link for page in written for link in broken_links(page)] == []
+    page = tmp_path / "a.md"
+    page.write_text("# A `b`, c\n[x](#a-b-c) [x](a.md#a-b-c) [x](a.md#b) [x](b.md) [x](https://c)")
+    assert list(broken_links(page)) == ["a.md: a.md#b", "a.md: b.md"]
