@@ -155,6 +155,8 @@ ORIGINS = {
 def _origins(options: Iterable[group_options.Origin]) -> str:
     rows = []
     for one in options:
+        if not one.flags and one.source in (group_options.RUN, group_options.CHECKPOINT):
+            continue  # the page says in a sentence where they come from
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
         rows.append((f"`{one.name}`", one.meaning, flags or "-", *ORIGINS[one.source]))
     return _table(("option", "meaning", "set by", "neither", "override", "use checkpoint"), rows)
