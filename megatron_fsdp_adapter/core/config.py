@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -77,6 +78,9 @@ FURTHER_DTYPES = (torch.float16, torch.float64)
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, *FURTHER_DTYPES)
 """Dtypes of parameters that may be trained."""
 
+FIELDS_OF_TORCH = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+"""Those of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -102,6 +106,16 @@ class MixedPrecisionPolicy:
     compute_dtype: torch.dtype | None = None
     as_fsdp2: bool = False
     fp32_sums: bool = False
+
+    def __new__(cls, *args: Any, **given: Any) -> MixedPrecisionPolicy:
+        # Programs that change `from torch.distributed.fsdp import ...` often import the policy too.
+        of_torch = [name for name in given if name in FIELDS_OF_TORCH]
+        if of_torch:
+            raise ValueError(
+                f"{of_torch[0]}={given[of_torch[0]]}: is of torch's policy, which fully_shard "
+                "takes. Import MixedPrecisionPolicy from torch.distributed.fsdp"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():

@@ -61,6 +61,11 @@ class FullyShardOptions:
     manager: Manages | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, Policy):
+            raise ValueError(
+                f"mp_policy={self.policy}: is the policy of fully_shard_model. Import "
+                "MixedPrecisionPolicy from torch.distributed.fsdp"
+            )
         _ = self.grads_policy  # raises for dtypes that weights or gradients cannot have
         if self.fp32_sums and self.policy.reduce_dtype != torch.bfloat16:
             raise ValueError(

@@ -27,6 +27,8 @@ NOTHING = (
 )
 """The warning at exit."""
 
+MIB = 2**20
+
 _announced: weakref.WeakSet[FsdpEngine] = weakref.WeakSet()
 """Engines whose line was printed."""
 
@@ -58,9 +60,15 @@ def described(root: nn.Module, engine: FsdpEngine) -> str:
         reduced += ", summed in float32"
     return (
         f"{type(root).__name__.removeprefix('FSDP')} has {units} over {ranks}, "
-        f"{here / GIB:.3f} of {whole / GIB:.3f} GiB of parameters on each; parameters in {own}, "
+        f"{_part(here, whole)} of parameters on each; parameters in {own}, "
         f"compute in {computed}, gradients reduced in {reduced}"
     )
+
+
+def _part(here: int, whole: int) -> str:
+    """Text with two numbers of bytes, in a unit in which small models have digits too."""
+    unit, name = (GIB, "GiB") if whole >= GIB / 10 else (MIB, "MiB")
+    return f"{here / unit:.3f} of {whole / unit:.3f} {name}"
 
 
 def _ranks(domain: ShardDomain) -> str:

@@ -38,7 +38,7 @@ def test_a_model_is_announced_when_it_runs_first(rank: int) -> None:
             model(tokens(step, 0, rank)).backward()
     assert before == ""
     expected = (
-        "fully_shard: Net has 4 units over 2 ranks, 0.000 of 0.000 GiB of parameters on each; "
+        "fully_shard: Net has 4 units over 2 ranks, 0.004 of 0.007 MiB of parameters on each; "
         "parameters in float32, compute in bfloat16, gradients reduced in float32\n"
     )
     assert written.getvalue() == (expected if rank == 0 else "")
@@ -49,9 +49,9 @@ def test_replicas_and_bytes_are_in_the_line(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     model = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
     written = io.StringIO()
-    with patch.object(feedback, "GIB", 1), contextlib.redirect_stdout(written):
+    with patch.object(feedback, "MIB", 1), contextlib.redirect_stdout(written):
         model(torch.ones(1, 3)).sum().backward()
-    text = "Linear has 1 unit over 2 replicas of 1 rank, 80.000 of 80.000 GiB"
+    text = "Linear has 1 unit over 2 replicas of 1 rank, 80.000 of 80.000 MiB"
     assert (text in written.getvalue()) is (rank == 0)
 
 

@@ -707,6 +707,16 @@ def _stream(made: Any) -> None:
     ours(made, mesh=mesh).set_all_reduce_hook(print, stream=torch.cpu.Stream())
 
 
+@refused("policy of another function", "mp_policy=.*from torch.distributed.fsdp")
+def _policy_of_another_function(made: Any) -> None:
+    ours(made, mp_policy=OurPolicy())
+
+
+@refused("fields of torch's policy", "param_dtype=torch.bfloat16: .*from torch.distributed.fsdp")
+def _fields_of_torchs_policy(made: Any) -> None:
+    ours(made, mp_policy=OurPolicy(param_dtype=BF16))  # type: ignore[call-arg]
+
+
 @refused("deepcopy", "deepcopy")
 def _deepcopy(made: Any) -> None:
     copy.deepcopy(ours(made))
