@@ -1,6 +1,7 @@
 """Loss curves: compare two logs bit for bit, or train a small GPT in several ways.
 
-    python scripts/loss_curves.py --compare runs/first.jsonl runs/second.jsonl --png losses.png
+    python scripts/loss_curves.py --compare runs/first.jsonl runs/second.jsonl --png losses.png \
+        --ddp runs/ddp.jsonl --resumed-at 30
     python scripts/loss_curves.py --ranks 2 --out runs/fp8-curves --runs fp8
     python scripts/loss_curves.py --ranks 2 --out runs/muon-curves --runs muon \
         --config configs/muon-cpu.yaml --run-limit 3000                      # without GPUs
@@ -37,6 +38,12 @@ SETS = {
     "fp8": ",".join([_OF_BF16, f"{OURS}@fp8_tensorwise#1", *_OF_FP8]),
     "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
 }
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#a9c6e8", "linewidth": 7.0},
+    {"color": "#d1495b", "linewidth": 2.5},
+    {"color": "black", "linewidth": 1.2, "linestyle": "--"},
+)
+"""Lines of a comparison, the first one lowest and widest, so that equal ones are seen."""
 Log = dict[int, dict[str, Any]]
 """Iteration -> its numbers by name."""
 
@@ -54,16 +61,17 @@ def read_log(path: Path) -> Log:
     return merged
 
 
-NUMBERS = ("loss", "grad_norm", "validation_loss")
+LOSSES = ("loss", "validation_loss")
+NUMBERS = (*LOSSES, "grad_norm")
 
 
-def differences(first: Log, second: Log) -> list[str]:
+def differences(first: Log, second: Log, names: Sequence[str] = NUMBERS) -> list[str]:
     """A line for each iteration that only one run has, or whose numbers differ in any bit."""
     lines = []
     for number in sorted({*first, *second}):
         one = first.get(number, {})
         other = second.get(number, {})
-        for name in NUMBERS:
+        for name in names:
             mine = one.get(name)
             theirs = other.get(name)
             if mine != theirs:
@@ -71,20 +79,38 @@ def differences(first: Log, second: Log) -> list[str]:
     return lines
 
 
-def draw(logs: Mapping[str, Log], path: Path) -> None:
-    """Plots loss over iterations, one curve per run, as a PNG."""
+def draw(
+    logs: Mapping[str, Log],
+    path: Path,
+    styles: Sequence[Mapping[str, Any]] = (),
+    resumed_at: int | None = None,
+) -> None:
+    """Plots loss over iterations, one curve per run, as a PNG. styles: of the curves, as matplotlib
+    takes them. resumed_at: the iteration after which a run was stopped and resumed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for label, log in logs.items():
+    for number, (label, log) in enumerate(logs.items()):
         steps = sorted(step for step, record in log.items() if "loss" in record)
         losses = [log[step]["loss"] for step in steps]
-        axes.plot(steps, losses, linewidth=0.9, label=label)
+        style = styles[number] if styles else {"linewidth": 0.9}
+        axes.plot(steps, losses, label=label, **style)
+    if resumed_at is not None:
+        axes.axvline(resumed_at, color="black", linestyle=":", linewidth=1)
+        top = axes.get_ylim()[1]
+        axes.annotate(
+            "stopped, and resumed\nfrom the checkpoint",
+            (resumed_at, top),
+            xytext=(6, -6),
+            textcoords="offset points",
+            verticalalignment="top",
+            fontsize=8,
+        )
     axes.set(title="Training loss by run", xlabel="iteration", ylabel="loss (nats per byte)")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -210,6 +236,25 @@ def compare(first: Log, second: Log) -> int:
     return 0
 
 
+def compare_with_ddp(ours: Log, ddp: Log) -> int:
+    """Compares losses with those of Megatron's DDP, as `compare` does. Squares of gradients add up
+    over shards in another order, so that the last digits of norms differ: prints how much."""
+    found = differences(ours, ddp, LOSSES)
+    if found:
+        print("\n".join(["beside Megatron's DDP:", *found[:10]]), file=sys.stderr)
+        return 1
+    apart = 0.0
+    for number, record in ours.items():
+        norm = record.get("grad_norm")
+        if norm:
+            apart = max(apart, abs(norm - ddp[number]["grad_norm"]) / norm)
+    print(
+        f"{len(ours)} iterations beside Megatron's DDP: training and validation losses are equal "
+        f"bit for bit, gradient norms to {apart:.0e} of their value"
+    )
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compares or trains. Returns 0; 1 if a run differs or failed; 2 for invalid options."""
     parser = argparse.ArgumentParser(
@@ -219,6 +264,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--compare", type=Path, nargs=2, metavar="LOG", help="compare two logs instead of training")
+    add("--ddp", type=Path, metavar="LOG", help="with --compare: a log of Megatron's DDP")
+    add("--resumed-at", type=int, help="with --compare: iteration after which the second resumed")
     add("--png", type=Path, help="file for the plot")
     add("--out", type=Path, default=Path("runs/curves"), help="folder for text, logs and table")
     add("--runs", default="fp8", help=f"{', '.join(SETS)}, or WRAPPER@PRECISION#SEED, ...")
@@ -226,18 +273,24 @@ def main(arguments: Sequence[str]) -> int:
     add("--config", default=ROOT / "configs" / "fp8-small.yaml", help="preset of the model")
     add("--run-limit", type=float, default=300.0, help="seconds of one run")
     given, rest = parser.parse_known_args(list(arguments))
+    styles: tuple[dict[str, Any], ...] = ()
     try:
         if given.compare:
-            first, second = given.compare
-            logs = {str(path): read_log(path) for path in given.compare}
-            status = compare(logs[str(first)], logs[str(second)])
+            first, second = map(read_log, given.compare)
+            status = compare(first, second)
+            logs = {}
+            if given.ddp:
+                logs["Megatron's DDP"] = read_log(given.ddp)
+                status = max(status, compare_with_ddp(first, logs["Megatron's DDP"]))
+            logs |= {given.compare[0].stem: first, given.compare[1].stem: second}
+            styles = STYLES[-len(logs) :]
         else:
             logs, status = train(given, rest)
     except (ValueError, FileNotFoundError) as error:
         print(f"loss_curves.py: {error}", file=sys.stderr)
         return 2
     if given.png:
-        draw(logs, given.png)
+        draw(logs, given.png, styles, given.resumed_at)
     return status
 
 

@@ -55,10 +55,13 @@ class Log:
         norm = "skipped"
         if step["grad_norm"] is not None:
             norm = f"{step['grad_norm']:.4f}"
+        whose = ""
+        if not torch.cuda.is_available():
+            whose = " of the process"  # with Python's and torch's own, about 0.5 GiB
         self.line(
             f"iteration {iteration}/{self._steps} | loss {step['loss']:.6f} | grad norm {norm} | "
             f"lr {step['learning_rate']:.3e} | {rate:,.0f} tokens/s | "
-            f"peak memory {peak_bytes / 2**30:.2f} GiB"
+            f"peak memory{whose} {peak_bytes / 2**30:.2f} GiB"
         )
         self.write(iteration=iteration, tokens_per_second=rate, peak_memory_bytes=int(peak_bytes))
 

@@ -50,6 +50,36 @@ def test_equal_logs_and_others(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert script.main(["--compare", one, str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("ddp", "status", "said"),
+    (
+        ({"loss": 1.0, "grad_norm": 2.002}, 0, "equal bit for bit, gradient norms to 1e-03"),
+        ({"loss": 1.0 + 2**-52, "grad_norm": 2.0}, 1, "iteration 1: loss 1.0 and"),
+    ),
+)
+def test_losses_are_compared_with_those_of_ddp(
+    ddp: dict[str, float],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A picture shows all three curves, and the moment of the resume."""
+
+    def logged(name: str, **numbers: float) -> str:
+        path = tmp_path / name
+        path.write_text(json.dumps({"iteration": 1, **numbers}) + "\n")
+        return str(path)
+
+    ours = logged("ours.jsonl", loss=1.0, grad_norm=2.0)
+    picture = tmp_path / "curves.png"
+    arguments = ["--compare", ours, ours, "--ddp", logged("ddp.jsonl", **ddp), f"--png={picture}"]
+    assert script.main([*arguments, "--resumed-at=1"]) == status
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert picture.stat().st_size > 1000
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_train_and_are_compared(tmp_path: Path) -> None:
