@@ -17,34 +17,17 @@ import torch.distributed as dist
 import transformers
 import trl
 from accelerate import state
-from accelerate.utils import DistributedType
-from datasets import Dataset, fingerprint
+from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from megatron_fsdp_adapter import leave_fsdp2, use_as_fsdp2
+from tests.lib.integration import accelerate_on_cpu
 
 VOCAB = 101
 LAYER = "LlamaDecoderLayer"
-# Of data sets in memory: hashes, which dill cannot make with every pyarrow, name files in caches.
-fingerprint.Hasher.hash = classmethod(lambda cls, value: "0" * 16)
-_initialize = state.AcceleratorState.__init__
 
-
-def _on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
-    """accelerate shards on accelerators alone; this does for a CPU what it does for those."""
-    is_first = not state.AcceleratorState._shared_state
-    _initialize(self, *args, **kwargs)
-    plugin = kwargs.get("fsdp_plugin")
-    if is_first and plugin is not None:
-        self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = plugin
-        state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        if self._mixed_precision != "no":
-            plugin.set_mixed_precision(self._mixed_precision)
-
-
-state.AcceleratorState.__init__ = _on_cpu
+accelerate_on_cpu.prepare()
 
 
 def llama(case: str) -> Any:
