@@ -15,19 +15,20 @@ class GradSync(NotCopyable):
     engine: FsdpEngine
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context for all microbatches except the last. It may be nested. Inside, ZeRO-0/1 only
-        accumulate gradients; ZeRO-2/3 reduce every microbatch, since they hold no full ones."""
+        """Returns a context for all microbatches of a step but the last. It may be nested. In it,
+        ZeRO-0 and ZeRO-1 add up gradients and send nothing. ZeRO-2 and ZeRO-3 keep no full
+        gradients, so they reduce those of every microbatch."""
         return self.engine.no_sync()
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Chooses what ends a step. True: each backward outside `no_sync`, as a plain training loop
-        expects; when `backward()` returns, reductions are over and gradients attached. False: a
-        call of `finish_grad_sync`, as Megatron makes it."""
+        """Sets what finishes the gradients of a step. True: each backward outside of `no_sync`, as
+        plain training loops expect. Reductions are over, and `.grad` is set, when `backward()`
+        returns. False: a call of `finish_grad_sync`, which Megatron's training loop makes."""
         self.engine.set_auto_sync(sync_model)
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """A context with `set_model_auto_sync(True)`. The former choice is restored after it."""
+        """Returns a context with `set_model_auto_sync(True)`, which restores the setting after."""
         before = self.engine.auto_sync
         self.set_model_auto_sync(True)
         try:

@@ -90,13 +90,23 @@ def _write(
 
 
 class AsyncSaver:
-    """Background saves, one checkpoint at a time.
+    """Saves checkpoints in the background, one at a time, while training goes on.
 
-    The constructor, `save`, `start`, `wait` and `close` are collective calls: all ranks, in the
-    same order. The context manager calls `close`. A process that ends without `close` still
-    finishes the running save, because Python joins the thread. If it destroys its process groups
-    first, that save is abandoned and the previous checkpoint stays. A failed save is reported on
-    stderr; a later `wait` or `close` raises its error.
+    Collective: all ranks make an object, and call `save`, `wait` and `close` in the same order. As
+    a context manager it calls `close` at the end. A process that ends without `close` still
+    finishes its save, unless it destroys its process groups first: then the previous checkpoint
+    stays the newest. A save that fails prints its error; the next `wait` or `close` raises it.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4))
+        >>> with AsyncSaver() as saver:
+        ...     saver.save(folder, 10, {"model": model.state_dict()})
+        ...     loss = model(torch.randn(2, 8)).sum()  # training goes on
+        >>> latest_iteration(folder)
+        10
+
+    Raises:
+        ValueError: torch.distributed is not initialized.
     """
 
     def __init__(self) -> None:
@@ -119,14 +129,13 @@ class AsyncSaver:
         *,
         topology: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts `save_checkpoint` in the background; the state may change once this returns.
+        """Copies a state to host memory, and starts to write it. Arguments are those of
+        `save_checkpoint`. The state may change when this returns. First it waits for other saves of
+        this process into `root`. The checkpoint becomes the newest one when all ranks are done.
 
-        The arguments are those of `dcp.save_checkpoint`. First waits for the previous save, and for
-        those of other savers of this process into `root`. The new checkpoint becomes the newest one
-        of `root` once it is complete on all ranks; until then the previous one stays the newest.
-
-        Raises on every rank the errors of `save_checkpoint` about arguments and state, and the
-        error of the previous save. In both cases this save is not started.
+        Raises:
+            ValueError: on every rank, as `save_checkpoint`. Nothing is saved.
+            CheckpointError: on every rank: the previous save failed. Nothing is saved.
         """
         root = Path(root)
         running.begin(root, iteration)
@@ -170,14 +179,17 @@ class AsyncSaver:
         return self._writing is not None and not self._writing.future.done()
 
     def wait(self) -> None:
-        """Waits for the running save, if any. Raises CheckpointError on every rank, once, if it
-        failed on any."""
+        """Waits for the running save, if there is one.
+
+        Raises:
+            CheckpointError: on every rank, once: the save failed on a rank.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finish()
 
     def close(self) -> None:
-        """Waits, then frees memory and process group, even if the save failed."""
+        """Waits for the running save as `wait` does, and frees memory and process group."""
         try:
             self.wait()
         finally:

@@ -19,7 +19,12 @@ R = TypeVar("R")
 
 
 class CheckpointError(RuntimeError):
-    """A save or load failed, not because of bad input. Raised on every rank."""
+    """Raised on every rank if a save or load fails on a rank, but not because of invalid input.
+
+    Examples:
+        >>> issubclass(CheckpointError, RuntimeError)
+        True
+    """
 
 
 # The errors that a step may raise on any rank, most specific first. Every rank raises the first.

@@ -85,28 +85,40 @@ def save_checkpoint(
     topology: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
+    """Writes a checkpoint, and makes it the newest one of a folder.
 
-    Called by all ranks of `group` with the same arguments except the state. Waits for background
-    saves of this process into `root`. Whenever a process dies, the previous newest checkpoint stays
-    loadable, even one of the same iteration.
+    Collective: all ranks of `group` call it with the same arguments, but for the state. It waits
+    for background saves of this process into `root`. If a process dies during the save, the
+    previous checkpoint stays the newest, also if it has the same iteration.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4))
+        >>> state = {"model": model.state_dict(), "samples": 640}
+        >>> saved = save_checkpoint(folder, 10, state)
+        >>> saved.name
+        'iter_0000010'
+        >>> state["samples"] = 0
+        >>> iteration, loaded = load_checkpoint(folder, state)
+        >>> iteration, loaded["samples"]
+        (10, 640)
 
     Args:
-        root: the folder of all checkpoints.
-        iteration: the number of this one.
-        state: nested dicts and lists with string keys; leaves are DTensors with chunks, tensors
-            and picklable objects; see `checkpoint.state`.
-        keep_last: how many complete checkpoints up to this one to keep (None: all).
-        topology: plain values for the checkpoint's record (`record.topology_of`).
-        group: a CPU group; None: all ranks.
+        root: the folder of all checkpoints of a run.
+        iteration: the number of this checkpoint.
+        state: nested dicts and lists with string keys. Values are sharded parameters, tensors, and
+            objects that can be pickled. Rank 0 writes a tensor or an object; `PerRank` marks one
+            that each rank has.
+        keep_last: number of complete checkpoints to keep, up to this one. None keeps all.
+        topology: plain values for the record of the checkpoint, such as sizes of parallelism.
+        group: a group on the CPU. None: all ranks.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        ValueError: on every rank, for bad arguments or an unusable state.
-        CheckpointError: on every rank, if writing fails on any rank or if another job saves the
-            same or a later iteration meanwhile; the written files are then deleted.
+        ValueError: on every rank: invalid arguments, or a state that cannot be saved.
+        CheckpointError: on every rank: a rank failed to write, or another job saves the same or a
+            later iteration. Written files are deleted.
     """
     root = Path(root)
     running.begin(root, iteration)
@@ -127,28 +139,40 @@ def load_checkpoint(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[int, StateDict]:
-    """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
+    """Loads a checkpoint into the tensors of a state, in place.
 
-    Tensors and DTensors are overwritten in place. The returned state has the same structure and the
-    same tensors, and the stored values for everything else; the containers of `state` are not
-    changed. Lengths of files are checked, and not digests: the command `verify` reads every byte.
+    The checkpoint may be of any number of ranks. Tensors and DTensors of `state` are overwritten.
+    Its dicts and lists are not changed: other values are in the returned state. Lengths of files
+    are checked; the command `verify` also checks all bytes. Collective over `group`.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4, bias=False))
+        >>> _ = save_checkpoint(folder, 10, {"model": model.state_dict()})
+        >>> with torch.no_grad():
+        ...     _ = model.module.weight.zero_()
+        >>> iteration, loaded = load_checkpoint(folder, {"model": model.state_dict()})
+        >>> _ = model.load_state_dict(loaded["model"])
+        >>> iteration, bool(model.module.weight.to_local().any())
+        (10, True)
 
     Args:
-        root: the folder of all checkpoints.
-        state: the structure passed to `save_checkpoint`, with any values; only its keys are loaded.
-        iteration: None for the newest.
+        root: the folder of all checkpoints of a run.
+        state: the structure that was given to `save_checkpoint`, with any values. Its keys are
+            loaded.
+        iteration: the number of the checkpoint. None: the newest.
         ignore_unexpected: prefixes of keys that may be in the checkpoint and not in `state`.
-        vocab_size: number of real tokens; with it vocabulary tables may have another number of
-            padding rows than the stored ones.
-        group: a CPU group; None: all ranks.
+        vocab_size: number of tokens without padding. With it, vocabulary tables may have another
+            number of padding rows than in the checkpoint.
+        group: a group on the CPU. None: all ranks.
+
+    Returns:
+        The iteration, and the loaded state: `state` with the values of the checkpoint.
 
     Raises:
-        FileNotFoundError: on every rank, before a tensor is touched: root, tracker or folder is
-            missing.
-        ValueError: likewise: the checkpoint is half-written, of a newer format or of another
-            program, or any rank's keys, shapes or dtypes differ from it (one error lists all).
-        CheckpointError: reading fails on any rank; the tensors then hold a mixture of old and new
-            values.
+        FileNotFoundError: on every rank: there is no such checkpoint. No tensor is changed.
+        ValueError: on every rank: the checkpoint is half-written, of a newer format or of another
+            program, or keys, shapes or dtypes differ. One message lists all. No tensor is changed.
+        CheckpointError: on every rank: a rank failed to read. Tensors have old and new values.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -166,9 +190,19 @@ def load_checkpoint(
 
 
 def latest_iteration(root: PathLike) -> int:
-    """Number of the newest checkpoint of `root`, from its tracker file. Local, no collective.
+    """Returns the number of the newest checkpoint of a folder. Not collective.
 
-    Raises FileNotFoundError if root or tracker is missing, ValueError if the tracker is damaged.
+    Examples:
+        >>> _ = save_checkpoint(folder, 10, {"samples": 640})
+        >>> latest_iteration(folder)
+        10
+
+    Args:
+        root: the folder of all checkpoints of a run.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no checkpoint in it.
+        ValueError: the file that has the number is damaged.
     """
     return folders.read_tracker(Path(root))
 

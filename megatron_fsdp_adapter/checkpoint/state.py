@@ -30,10 +30,18 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value of this rank alone, such as its RNG state: any picklable object.
+    """Marks a value in a state that each rank has for itself, such as a generator's state.
 
-    It is stored under `<key>.rank_<rank>`; a load returns each rank's value, without the wrapper,
-    and ignores the value in the state passed to it.
+    It is saved under `<key>.rank_<rank>`. A load returns the value of this rank, without `PerRank`.
+
+    Examples:
+        >>> _ = save_checkpoint(folder, 10, {"number": PerRank(dist.get_rank())})
+        >>> iteration, state = load_checkpoint(folder, {"number": PerRank()})
+        >>> state["number"] == dist.get_rank()
+        True
+
+    Attributes:
+        value: an object that can be pickled. It is not read in a load.
     """
 
     value: Any = None

@@ -24,8 +24,21 @@ _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
 def model_state(chunks: Sequence[Any]) -> StateDict:
-    """Main weights and persistent buffers of all model chunks (FullyShardedDataParallel) of this
-    rank, by key. No collective. Raises ValueError if two chunks have the same key."""
+    """Returns main weights and persistent buffers of a Megatron model, by key. Not collective.
+
+    Keys are those of `--ckpt-format fsdp_dtensor`: names in the whole model, over all stages.
+
+    Examples:
+        >>> state = model_state([model])  # model: of FullyShardedDataParallel
+        >>> state["module.decoder.final_layernorm.weight"].shape
+        torch.Size([12])
+
+    Args:
+        chunks: the wrapped model chunks of this rank: one, or several with virtual stages.
+
+    Raises:
+        ValueError: two chunks have the same key.
+    """
     return merged(chunk.state_dict_for_save_checkpoint() for chunk in chunks)
 
 
@@ -44,10 +57,20 @@ def merged(states: Iterable[StateMapping]) -> StateDict:
 
 
 def load_model_state(chunks: Sequence[Any], state: StateMapping, strict: bool = True) -> None:
-    """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights.
+    """Copies a state into a Megatron model, and updates the compute weights.
 
-    Raises ValueError for values of a wrong shape and, if `strict`, for missing keys and for keys
-    that no chunk has. Scaling records are optional."""
+    Examples:
+        >>> load_model_state([model], model_state([model]))
+
+    Args:
+        chunks: as for `model_state`.
+        state: a state as `model_state` returns it, with loaded values.
+        strict: True requires the keys of the chunks, and no others. Records of FP8 scaling are
+            optional.
+
+    Raises:
+        ValueError: a value has another shape; with `strict`, missing or unknown keys.
+    """
     keys_of_chunks = [chunk.checkpoint_keys() for chunk in chunks]
     if strict:
         homeless = set(state).difference(*keys_of_chunks)
@@ -62,11 +85,28 @@ def load_model_state(chunks: Sequence[Any], state: StateMapping, strict: bool = 
 def training_state(
     chunks: Sequence[Any], optimizer: Any | None = None, is_loading: bool = False
 ) -> StateDict:
-    """Model and, if given, Megatron's optimizer, in the structure of a checkpoint. No collective.
+    """Returns the state of a Megatron model and of its optimizer, for a checkpoint.
 
-    The model's state comes first: it makes the wrappers show the sharded parameters, which the
-    optimizer has.
+    Not collective. Keys and values are those that Megatron-LM writes with
+    `--ckpt-format fsdp_dtensor`.
+
+    Examples:
+        >>> state = training_state([model], optimizer)  # of get_megatron_optimizer
+        >>> _ = save_checkpoint(folder, 100, {**state, "iteration": 100})
+        >>> state = training_state([model], optimizer, is_loading=True)
+        >>> iteration, state = load_checkpoint(folder, {**state, "iteration": 0})
+        >>> load_training_state([model], state, optimizer)
+        >>> sorted(state)
+        ['iteration', 'model', 'optimizer']
+
+    Args:
+        chunks: as for `model_state`.
+        optimizer: Megatron's optimizer. None: the model alone.
+        is_loading: True for a state that `load_checkpoint` fills: optimizer state that does not
+            exist yet is allocated.
     """
+    # The model's state comes first: it makes the wrappers show the sharded parameters, which the
+    # optimizer has.
     state: StateDict = {MODEL: model_state(chunks)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(
@@ -78,8 +118,19 @@ def training_state(
 def load_training_state(
     chunks: Sequence[Any], state: StateMapping, optimizer: Any | None = None
 ) -> None:
-    """Copies a (loaded) `training_state` into chunks and optimizer, and refreshes every compute
-    weight. Raises as `load_model_state` does."""
+    """Copies a state into a Megatron model and its optimizer, and updates the compute weights.
+
+    Examples:
+        >>> load_training_state([model], training_state([model], optimizer), optimizer)
+
+    Args:
+        chunks: as for `model_state`.
+        state: a state as `training_state` returns it, with loaded values.
+        optimizer: Megatron's optimizer. None: the model alone.
+
+    Raises:
+        ValueError: as `load_model_state`.
+    """
     load_model_state(chunks, state[MODEL])
     if optimizer is not None:
         optimizer.load_state_dict(dict(state[OPTIMIZER]))

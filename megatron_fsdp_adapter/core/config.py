@@ -84,20 +84,28 @@ FIELDS_OF_TORCH = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a sharded model.
+    """The dtypes of a model that `fully_shard_model` shards.
+
+    Examples:
+        >>> policy = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+        >>> model = fully_shard_model(nn.Linear(8, 4).bfloat16(), mixed_precision_policy=policy)
+        >>> model.module.weight.dtype  # the main weight, which the optimizer updates
+        torch.float32
 
     Attributes:
-        main_params_dtype: dtype of the weights that the optimizer updates; None means that of
+        main_params_dtype: dtype of the weights that the optimizer updates. None keeps the dtype of
             each parameter.
-        main_grads_dtype: dtype in which gradients accumulate; None means float32.
-        grad_comm_dtype: dtype on the wire; None means the main-gradient dtype.
-        compute_dtype: dtype of the weights that floating-point modules compute with; None means
-            that of each parameter. `fully_shard_model` alone has it, as FSDP2's `param_dtype`.
-        as_fsdp2: dtypes of gradients are those of torch's FSDP2. They accumulate in their
-            parameter's dtype. Without `grad_comm_dtype` they are sent in the dtype in which
-            backward computes them. Sums are scaled in the dtype that was sent, and cast after that.
-        fp32_sums: under `as_fsdp2`, sums over ranks are in float32, whatever dtype is sent.
-            Elsewhere `EngineConfig.reduce_scatter` says so.
+        main_grads_dtype: dtype in which gradients accumulate. None is float32.
+        grad_comm_dtype: dtype in which gradients are sent. None is that of `main_grads_dtype`.
+        compute_dtype: dtype of the weights with which modules compute, as `param_dtype` of FSDP2.
+            None keeps the dtype of each parameter. Megatron's wrapper has no such option.
+        as_fsdp2: True uses the dtypes of torch's FSDP2 for gradients; `fully_shard` sets it.
+            Gradients accumulate in the dtype of their parameter. Without `grad_comm_dtype` they are
+            sent in the dtype of backward. Sums are scaled in the dtype that was sent.
+        fp32_sums: True sums in float32 whatever dtype is sent, with `as_fsdp2` only.
+
+    Raises:
+        ValueError: a dtype that is not supported.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32

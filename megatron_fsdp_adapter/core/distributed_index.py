@@ -10,31 +10,40 @@ OptionalGroup = dist.ProcessGroup | None
 
 
 class FSDPDistributedIndex:
-    """The groups of one wrapper.
+    """The process groups of a wrapper, for dense parameters and for experts.
+
+    The wrappers make one from their arguments. It is public for programs that make groups of their
+    own.
+
+    Examples:
+        >>> index = FSDPDistributedIndex(dist.group.WORLD, device_type="cpu", grad_scale=0.5)
+        >>> index.domains["dense"].axis.size  # two ranks share the dense parameters
+        2
 
     Args:
-        fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
-            instance when there are several).
-        fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
-        fsdp_group_rs: optional communicator with the same ranks, for reductions.
-        expt_fsdp_group: shards expert parameters; None without them.
-        expt_fsdp_group_ag: the same for expert parameters, for all-gathers.
-        expt_fsdp_group_rs: the same for expert parameters, for reductions.
-        outer_fsdp_group: the same dense shard in every optimizer instance; None with one instance.
-        expt_outer_fsdp_group: the same for experts.
-        dp_group: all ranks with the same dense parameters; by default the shard group.
-        expt_dp_group: all ranks with the same expert parameters; by default their shard group.
-        tp_group: the tensor-parallel group; None without tensor parallelism.
-        expt_tp_group: the tensor-parallel group of experts; None without it.
+        fsdp_group: the group that shards dense parameters: ranks of data and context parallelism,
+            in one optimizer instance if there are several.
+        fsdp_group_ag: another communicator of the same ranks, for all-gathers.
+        fsdp_group_rs: another communicator of the same ranks, for reductions.
+        expt_fsdp_group: the group that shards expert parameters. None: the model has no experts.
+        expt_fsdp_group_ag: as `fsdp_group_ag`, for experts.
+        expt_fsdp_group_rs: as `fsdp_group_rs`, for experts.
+        outer_fsdp_group: the ranks that hold the same dense shard, one of each optimizer instance.
+            None: there is one instance.
+        expt_outer_fsdp_group: as `outer_fsdp_group`, for experts.
+        dp_group: all ranks with the same dense parameters. None: those of `fsdp_group`.
+        expt_dp_group: all ranks with the same experts. None: those of `expt_fsdp_group`.
+        tp_group: the tensor-parallel group. None: no tensor parallelism.
+        expt_tp_group: the tensor-parallel group of experts. None: it is not split.
         device_type: "cuda" or "cpu".
-        grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
-            sums the tokens of its expert-parallel ranks, so its factor is the dense one).
-        hsdp_outer_dp_shard: whether the outer axis of dense parameters splits the shards again.
-        expt_hsdp_outer_dp_shard: the same for experts.
+        grad_scale: a factor for sums of gradients over ranks. It is the same for experts: their
+            gradients contain the tokens of all expert-parallel ranks already.
+        hsdp_outer_dp_shard: True splits dense shards again over `outer_fsdp_group`.
+        expt_hsdp_outer_dp_shard: as `hsdp_outer_dp_shard`, for experts.
 
     Raises:
-        ValueError: a gather or reduce group has other ranks, or another order, than its shard
-            group; an outer group shares more than this rank with it; groups make no mesh.
+        ValueError: groups that must have the same ranks in the same order do not; an outer group
+            shares more than this rank with its shard group; or groups form no mesh.
     """
 
     def __init__(

@@ -47,34 +47,34 @@ def apply_fsdp_overrides(
     grad_comm_dtype: torch.dtype | None = None,
     environment: MutableMapping[str, str] | None = None,
 ) -> list[Change]:
-    """Sets the options that `FullyShardedDataParallel` needs in a recipe, checks the recipe, and
-    installs the wrapper.
+    """Prepares a recipe of Megatron-Bridge for this package's wrapper, and installs the wrapper.
 
-    Call it on the finished config, after all other overrides and before `pretrain(cfg, ...)`. It
-    prints the changes and their reasons on rank 0.
+    Call it after all other overrides, and before `pretrain(cfg, ...)`. It sets the options that the
+    wrapper needs, checks the recipe, and prints the changes with reasons on rank 0.
 
     Args:
-        cfg: a `ConfigContainer` of Megatron-Bridge; it is changed.
-        strategy: `data_parallel_sharding_strategy`: no_shard, optim, optim_grads or
-            optim_grads_params (ZeRO 0 to 3).
-        outer_strategy: `outer_dp_sharding_strategy`; None keeps the recipe's value.
-        num_optimizer_instances: `num_distributed_optimizer_instances`; None keeps the recipe's
+        cfg: a `ConfigContainer` of Megatron-Bridge. It is changed.
+        strategy: `data_parallel_sharding_strategy`: "no_shard", "optim", "optim_grads" or
+            "optim_grads_params" (ZeRO-0 to ZeRO-3).
+        outer_strategy: `outer_dp_sharding_strategy`. None keeps the recipe's value.
+        num_optimizer_instances: `num_distributed_optimizer_instances`. None keeps the recipe's
             value.
-        expert_strategy: `expert_data_parallel_sharding_strategy`; None keeps the recipe's value, by
-            default that of all parameters. So do the next two.
-        expert_outer_strategy: `expert_outer_dp_sharding_strategy`.
-        num_expert_optimizer_instances: `expert_num_distributed_optimizer_instances`.
-        grad_comm_dtype: dtype of gradients on the wire; None keeps the recipe's value, by default
-            float32.
-        environment: the environment in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if unset; by
-            default the process's.
+        expert_strategy: `expert_data_parallel_sharding_strategy`. None keeps the recipe's value, by
+            default that of all parameters.
+        expert_outer_strategy: `expert_outer_dp_sharding_strategy`, with None as above.
+        num_expert_optimizer_instances: `expert_num_distributed_optimizer_instances`, with None as
+            above.
+        grad_comm_dtype: dtype in which gradients are sent. None keeps the recipe's value, by
+            default float32.
+        environment: a mapping in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if it is missing, by
+            default `os.environ`.
 
     Returns:
-        The changes.
+        The changes: option, value before, value after, reason.
 
     Raises:
-        ValueError: one message with all problems that remain after the changes. The recipe is
-            changed already then.
+        ValueError: problems that remain after the changes, all in one message. `cfg` is changed
+            already.
     """
     if environment is None:
         environment = os.environ

@@ -306,10 +306,18 @@ def _is_of_one_generator(record: logging.LogRecord) -> bool:
 
 
 def enable_cpu_mode() -> None:
-    """Makes megatron-core usable on a CPU, for this process. A second call does nothing.
+    """Makes megatron-core run on the CPU in this process, where there is no GPU.
+
+    Calls of `torch.cuda` in megatron-core then act on the CPU: streams and events do nothing, and
+    there is one random number generator. A second call does nothing.
+
+    Examples:
+        >>> enable_cpu_mode()
+        >>> from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        >>> model_parallel_cuda_manual_seed(1234)
 
     Raises:
-        RuntimeError: CUDA is available, or the installed core lacks a required name of the tables.
+        RuntimeError: there is a GPU, or this release of megatron-core is not supported.
     """
     if torch.cuda.is_available():
         raise RuntimeError(

@@ -13,15 +13,22 @@ from megatron_fsdp_adapter.megatron.compat.table import ALL
 
 
 def install() -> None:
-    """Rebinds Megatron's names to this package's FSDP wrapper, optimizer seam, checkpoint helpers,
-    safe saves (`megatron_saves.py`), and fused weight gradients without apex.
+    """Replaces Megatron's FSDP wrapper by this package's in every imported module.
 
-    May be called before or after Megatron's modules are imported, and any number of times. A later
-    call also rebinds names that were bound to the originals in between, in any loaded module.
+    It also replaces parts of Megatron's optimizer and of its checkpoints that read the wrapper.
+    Call it before or after Megatron's modules are imported. A later call replaces the names of
+    modules that were imported in between. The runner (`python -m megatron_fsdp_adapter`) and
+    `apply_fsdp_overrides` call it.
+
+    Examples:
+        >>> install()
+        >>> from megatron.core.distributed import FullyShardedDataParallel as found
+        >>> found is FullyShardedDataParallel
+        True
 
     Raises:
-        RuntimeError: megatron-core is not supported. Nothing is changed then; the message lists
-            every missing name.
+        RuntimeError: this release of megatron-core is not supported. The message lists all names
+            that it lacks, and nothing is replaced.
     """
     # Imported late: it imports megatron.core, which importing this module must not.
     from megatron_fsdp_adapter.megatron.compat.core_support import require_supported_core
@@ -31,8 +38,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores every name that `install()` rebound. No-op if not installed.
+    """Restores every name that `install` has replaced. Existing wrappers do not change.
 
-    Wrappers that were constructed before are not changed.
+    Examples:
+        >>> install()
+        >>> uninstall()
+        >>> from megatron.core.distributed import FullyShardedDataParallel as found
+        >>> found is FullyShardedDataParallel
+        False
     """
     patches.uninstall(ALL)

@@ -98,22 +98,23 @@ def elastic_optimizer(
     model: nn.Module | Sequence[nn.Module],
     **states: HasState,
 ) -> ElasticOptimizer:
-    """An optimizer for replicas that may die and come back. Collective within a replica.
+    """Returns an optimizer for a job that is one of several replicas, which may die and come back.
 
-    It registers the state that a replica takes over when it joins: each rank that of the same rank
-    of another replica. This is main weights, optimizer state, persistent buffers, random states and
-    `states`. Steps are counted by `manager.current_step()`.
+    Collective: call it on all ranks of a replica. It tells torchft the state that a joining replica
+    needs: main weights, optimizer state, persistent buffers, states of random number generators,
+    and `states`. Each rank receives it from the same rank of another replica. Count steps with
+    `manager.current_step()`. The guide of elastic training has a program.
 
     Args:
-        manager: torchft's Manager, which the model was sharded with (`elastic=manager`).
-        optimizer: over the sharded model's parameters, after `fully_shard_optimizer` if that is
-            used.
-        model: one model, or several.
+        manager: torchft's Manager, with which the model was sharded (`elastic=manager`).
+        optimizer: an optimizer of the model's parameters. Call `fully_shard_optimizer` before, if
+            the program uses it.
+        model: a sharded model, or several.
         states: further objects with `state_dict` and `load_state_dict`, such as a scheduler.
 
     Raises:
-        ValueError: a model that was sharded without this manager, no manager of torchft's, or one
-            that has such an optimizer.
+        ValueError: `manager` is no Manager of torchft, was not given when the model was sharded, or
+            has another elastic optimizer.
     """
     check_manager(manager)
     models = [model] if isinstance(model, nn.Module) else list(model)

@@ -1,10 +1,5 @@
 """`fully_shard` with the signature and the habits of torch's FSDP2, on the engine of the wrappers.
 
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
 A call shards the parameters of its module at once, into DTensors of torch's, and marks the module.
 An engine is made when the outermost marked module, the root, first runs: it must know all units, to
 gather the next one ahead. The marked modules in the root are its units.
@@ -317,39 +312,45 @@ def fully_shard(
     reduce_scatter_with_fp32_accumulation: bool = False,
     elastic: Manages | None = None,
 ) -> Any:
-    """Makes `module` a unit of a sharded model, in place, like torch's function of this name.
+    """Shards the parameters of `module` over ranks, in place, as torch's function of this name.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        >>> _ = [fully_shard(layer) for layer in model], fully_shard(model)
+        >>> model[1].weight.shape, model[1].weight.to_local().shape  # on each of two ranks
+        (torch.Size([4, 6]), torch.Size([2, 6]))
 
     Args:
-        module: a module, or a list of modules, which become one unit. Call it for inner modules
-            first, for the model last.
-        mesh: the ranks to shard over, and the type of their devices, to which parameters and
-            buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
-            or two, by position: (replicas, shards).
-        reshard_after_forward: False keeps weights gathered after forward; a number of ranks keeps
-            them sharded over so many neighbors, until the backward. Any other value reshards them
-            to all ranks. The root's weights stay through a pass with any value.
-        shard_placement_fn: called with each parameter. It returns the dim to split, as torch's
-            Shard, or torch's ShardPlacementResult, which has a mesh too. None splits rows. The
-            ranks must divide any dim but the first.
-        mp_policy: dtypes of the module.
-        offload_policy: with `CPUOffloadPolicy` parameters and gradients are in host memory, where
-            an optimizer steps. After `fully_shard_optimizer`, called before the model runs, it
-            steps on the device, unit by unit.
-        ignored_params: are left as they are.
-        dp_mesh_dims: which dims of a larger mesh are shards and replicas. Parameters are DTensors
-            over the whole mesh, replicated over these dims.
-        reduce_scatter_with_fp32_accumulation: gradients, which `mp_policy` sends in bfloat16, are
-            summed over ranks in float32. Torch's function has no such argument.
-        elastic: torchft's Manager, the same in all calls. This job is then one of several replicas,
-            each a job of its own, that may die and come back. Gradients become means over the
-            replicas of the step. Step by `elastic_optimizer`.
+        module: a module, or a list of modules, which become one unit: their weights are gathered
+            together. Call `fully_shard` for inner modules first, and for the model last.
+        mesh: the ranks to shard over. Parameters and buffers move to its type of device. By default
+            it has all ranks, and the accelerator if there is one. A mesh of two dims is read by
+            position: (replicas, shards).
+        reshard_after_forward: False keeps weights gathered from forward to backward. A number keeps
+            them sharded over that many neighboring ranks until then. Any other value shards them
+            over all ranks again. The root's weights stay gathered through a pass in any case.
+        shard_placement_fn: a function of a parameter, which returns torch's Shard of the dim to
+            split, or torch's ShardPlacementResult with a mesh too. None splits dim 0. The number of
+            ranks must divide a dim other than 0.
+        mp_policy: torch's policy: dtypes of compute, of sent gradients and of outputs.
+        offload_policy: `CPUOffloadPolicy` puts parameters and gradients into host memory, where the
+            optimizer steps. If `fully_shard_optimizer` was called before the first forward, the
+            optimizer steps on the device, unit by unit.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: the dims of a larger mesh that are shards and replicas. Parameters must be
+            DTensors over the whole mesh, replicated over these dims.
+        reduce_scatter_with_fp32_accumulation: True sums gradients in float32 over ranks, if
+            `mp_policy` sends them in bfloat16. torch's function has no such argument.
+        elastic: torchft's Manager, the same in all calls. The job is then one of several replicas
+            that may die and come back. Gradients are averaged over the replicas of a step. Step
+            with `elastic_optimizer`.
 
     Returns:
-        `module`, whose class is a subclass of its own one and of torch's `FSDPModule`.
+        The module, which is now an instance of torch's `FSDPModule` too.
 
     Raises:
-        ValueError: a module or an argument that cannot be followed. Problems of the whole model are
-            raised when it first runs.
+        ValueError: an invalid argument, or a module that cannot be sharded. The first forward
+            raises the problems of the whole model.
     """
     note_sharding()
     check_manager(elastic)

@@ -55,11 +55,26 @@ from .user_loop import UserLoopEngine
 
 
 class FullyShardedModel(GradSync, ShardedStateDict):
-    """A sharded module, which is called like the module. Outside of forward and backward its
-    parameters are DTensors of this rank's rows. State-dict keys and parameter names begin with
-    "module.".
+    """A module with sharded parameters, which `fully_shard_model` returns. Call it like the module.
 
-    Buffers (running statistics) are each rank's own: nothing here reduces them.
+    Between passes, its parameters are DTensors with the rows of this rank. Names of parameters and
+    keys of `state_dict` begin with "module.". Each rank has its own buffers (running statistics):
+    they are not reduced.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4, bias=False))
+        >>> with model.no_sync():  # the first of two microbatches
+        ...     model(torch.randn(2, 8)).sum().backward()
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> norm = model.clip_grad_norm_(1.0)  # of the gradients of both, over all ranks
+        >>> norm.shape, norm.dtype
+        (torch.Size([]), torch.float32)
+        >>> {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        {'module.weight': (4, 8)}
+        >>> {name: tuple(value.to_local().shape) for name, value in model.state_dict().items()}
+        {'module.weight': (2, 8)}
+        >>> {name: tuple(value.shape) for name, value in model.full_state_dict().items()}
+        {'weight': (4, 8)}
     """
 
     engine: UserLoopEngine
@@ -76,33 +91,42 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self) -> None:
-        """Completes this step's reductions and attaches `.grad`. Each backward outside `no_sync`
-        does so by itself, unless `set_model_auto_sync(False)`."""
+        """Waits for this step's reductions, and sets `.grad` of the parameters. A backward outside
+        of `no_sync` does so at its end, unless `set_model_auto_sync(False)` was called."""
         self.engine.finish_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; their memory is given back with either `set_to_none`."""
+        """Deletes all gradients and frees their memory. `set_to_none` has no effect."""
         self.engine.zero_grads()
 
     def main_weights_changed(self) -> None:
-        """Has later forwards, of every rank, read parameters as they are now. Call it after writes
-        while a forward waited for its backward. Writes at any other time are seen without it."""
+        """Makes later forwards, on all ranks, use the current values of the parameters. Only writes
+        between a forward and its backward need this call. Other writes are noticed without it."""
         self.engine.main_weights_changed(loaded=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters: the same DTensors each time, except while a forward or backward
-        runs. Then they are the unsharded parameters."""
+        """Yields names and parameters. They are the same DTensors each time, except while a forward
+        or backward runs: then they are the unsharded parameters."""
         self.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`. Returns the norm before
-        that: 0-dim float32, equal on all ranks. Call it between backward and step.
+        """Scales all gradients so that their norm is at most `max_norm`.
+
+        Collective: call it on all ranks, between the last backward of a step and the optimizer. The
+        norm is the p-norm (`norm_type`) of the elements of all gradients, as that of
+        `torch.nn.utils.clip_grad_norm_`.
 
         Args:
-            norm_type: p of the p-norm over all elements of all gradients, above 0; `inf` for the
-                largest magnitude. ValueError for others.
+            max_norm: the largest norm, above 0.
+            norm_type: p, above 0. `float("inf")` is the largest magnitude.
+
+        Returns:
+            The norm before scaling: a float32 tensor without dims, equal on all ranks.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: must be above 0, or float('inf')")
@@ -147,7 +171,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return Source(self.engine, lambda pair: Described(pair.managed.fqns[0]), rest)
 
     def describe(self) -> str:
-        """A table of every parameter with where it lies."""
+        """Returns a table of all parameters: shapes, dtypes, units, and places in the buffers."""
         return describe(self.engine)
 
 
@@ -221,41 +245,62 @@ def fully_shard_model(
     init_model_with_meta_device: bool = False,
     elastic: Manages | None = None,
 ) -> FullyShardedModel:
-    """Shards the parameters of `module`; returns the sharded module, which holds `module`.
+    """Shards the parameters of `module` over ranks, with main weights, and returns a wrapper of it.
+
+    The ZeRO stage is an option, as in Megatron: `data_parallel_sharding_strategy`. The names of the
+    options are Megatron's. Weights of the first rank are sent to all others.
+
+    Examples:
+        >>> layers = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
+        >>> module = nn.Sequential(*layers).bfloat16()
+        >>> model = fully_shard_model(module, fsdp_unit_modules=[nn.Linear])
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = fully_shard_optimizer(optimizer)
+        >>> loss = model(torch.randn(2, 8, dtype=torch.bfloat16)).float().square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> weight = model.module[1].weight  # on each of two ranks: a float32 main weight
+        >>> weight.dtype, weight.shape, weight.to_local().shape
+        (torch.float32, torch.Size([4, 8]), torch.Size([2, 8]))
 
     Args:
-        module: on its device, in the dtypes that it computes in. Weights of Transformer Engine's
-            layers may also be quantized (`fp8_model_init`). All ranks get the first rank's weights.
-            With `init_model_with_meta_device` it may be on the meta device: modules are then
-            initialized by their `reset_parameters` (or `_reset_parameters`), in module order, one
-            unit at a time.
-        mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
-            or a 2-D mesh (outer axis, shard axis). Shards are replicated along the outer axis, or
-            split again with `outer_dp_sharding_strategy="optim"`. A "tp" of 1 is left out.
-        fsdp_unit_modules: classes, their names or import paths, whose instances are gathered and
-            reduced one by one, and which all ranks call alike; [] for the whole module at once. By
-            default those in `_no_split_modules`, else the entries of the largest lists of layers.
-        data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
-        mixed_precision_policy: dtypes of main weights, main gradients and communication. With a
-            compute dtype, units compute in it, and their inputs are cast to it.
-        average_gradients: whether gradients are the mean over ranks, or the sum.
-        chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
-            are in host memory; a step brings both to the device, one unit after the other.
-        fsdp_unsharded_budget_gib: GiB for weights and gradients that stay unsharded from one
-            microbatch to the next; "auto": the memory that is free in the first steps. For loops
-            that run all backwards of a step but the last under `no_sync()`.
-        suggested_communication_unit_size: elements up to which neighboring layers are joined to a
-            unit; 0 leaves them apart. Small layers cost the host as much time as large ones.
-        sync_model_each_microbatch: backward ends with finished gradients (`set_model_auto_sync`).
-        elastic: torchft's Manager. This job is then one of several replicas, each a job of its own,
-            that may die and come back. Gradients become means over the replicas of the step, with
-            `average_gradients=False` too. Step by `elastic_optimizer`.
-
-    The other options are Megatron's.
+        module: a module on its device, in the dtypes in which it computes. Weights of Transformer
+            Engine's layers may be quantized (`fp8_model_init`). With `init_model_with_meta_device`
+            it may be on the meta device: modules are then initialized by their `reset_parameters`
+            (or `_reset_parameters`), in module order, one unit at a time.
+        mesh: a 1-D device mesh or a process group of the ranks to shard over, by default all. Or a
+            2-D mesh (outer axis, shard axis): shards are replicated along the outer axis, or split
+            again with `outer_dp_sharding_strategy="optim"`. A dim "tp" of size 1 is ignored.
+        fsdp_unit_modules: classes, or their names or import paths. Each instance is a unit, which
+            is gathered and reduced at once; all ranks must call units in the same order. `[]` makes
+            the whole module one unit. By default they are the classes in the module's
+            `_no_split_modules`, or else the entries of its largest lists of layers.
+        data_parallel_sharding_strategy: "no_shard", "optim", "optim_grads" or
+            "optim_grads_params" (ZeRO-0 to ZeRO-3).
+        mixed_precision_policy: dtypes of main weights, main gradients and sent gradients. With its
+            `compute_dtype`, units compute in that dtype, and their inputs are cast to it.
+        average_gradients: True averages gradients over ranks. False sums them.
+        reduce_scatter_with_fp32_accumulation: True sums gradients in float32 that are sent in
+            bfloat16.
+        check_for_nan_in_grad: True raises an error if a gradient has a NaN or an infinity.
+        report_nan_in_param_grad: True also names the parameter.
+        chunked_optimizer_state_offload: True keeps main weights, and the state of a sharded
+            optimizer (Adam), in host memory. A step copies them to the device, unit by unit.
+        fsdp_unsharded_budget_gib: GiB for weights and gradients that stay unsharded over the
+            microbatches of a step. "auto" takes the memory that is free in the first steps. It has
+            an effect if all backwards of a step but the last run under `no_sync()`.
+        suggested_communication_unit_size: number of elements up to which neighboring layers are
+            joined to one unit. 0 joins none. A unit costs the host the same time at any size.
+        sync_model_each_microbatch: True finishes gradients in each backward outside of `no_sync`
+            (`set_model_auto_sync`).
+        elastic: torchft's Manager. The job is then one of several replicas that may die and come
+            back. Gradients are averaged over the replicas of a step, also with
+            `average_gradients=False`. Step with `elastic_optimizer`.
 
     Raises:
-        ValueError: no trainable parameters, a module that is sharded already or on several devices,
-            a unit class that matches nothing, a wrong value.
+        ValueError: no trainable parameters, a module that is sharded already or is on several
+            devices, a unit class without an instance, or an invalid value.
     """
     main = mixed_precision_policy.main_params_dtype
     raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)

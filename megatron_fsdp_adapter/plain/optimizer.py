@@ -113,21 +113,36 @@ def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
-    shards; returns it. Its state has the shapes of shards and is shown as DTensors. Its `zero_grad`
-    frees the gradients of its parameters only, also those that are not reduced yet.
+    """Makes an optimizer step on the shards of this rank, without DTensor's overhead.
 
-    `torch.optim.Muon` steps on whole matrices, each on one of the ranks that share it
-    (docs/muon.md).
+    Its parameters may be those of several models. `fully_shard_model` needs this call. A model of
+    `fully_shard` does not, but steps faster with it. `torch.optim.Muon` then computes each matrix
+    on one of the ranks that share it. `zero_grad` frees gradients of this optimizer's parameters.
 
-    If main gradients have another dtype than main weights, a step copies the gradient shards to the
-    weights' dtype for its duration: torch's optimizers take no other. Step hooks that are
-    registered before this call see DTensors, those registered later see local shards.
+    If gradients have another dtype than main weights, a step copies them to the dtype of the
+    weights, as torch's optimizers require. Step hooks see DTensors if they were registered before
+    this call, and local shards otherwise.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4, bias=False))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = fully_shard_optimizer(optimizer)
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> moment = optimizer.state[model.module.weight]["exp_avg"]
+        >>> moment.shape, moment.to_local().shape  # on each of two ranks
+        (torch.Size([4, 8]), torch.Size([2, 8]))
+
+    Args:
+        optimizer: one of torch's, or a subclass, whose step is elementwise, or Muon.
+
+    Returns:
+        The same object.
 
     Raises:
-        ValueError: parameters that are not of a sharded model, now or in a later `add_param_group`;
-            an optimizer that is sharded already; one whose step needs whole tensors; Muon with
-            offloaded main weights.
+        ValueError: parameters that are not sharded, here or in a later `add_param_group`. An
+            optimizer that is sharded already, or whose step needs whole tensors. Muon with main
+            weights in host memory.
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")

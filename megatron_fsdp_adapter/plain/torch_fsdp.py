@@ -16,13 +16,22 @@ REPLACED = "_fsdp_adapter_replaced"
 
 
 def use_as_fsdp2() -> list[str]:
-    """Puts `fully_shard` in the place of torch's in every imported module that has it, also in the
-    modules of torch from which others import it later. A later call finds modules that were
-    imported in between. Models that are sharded already stay as they are. At exit the first rank is
-    warned if it has trained, and nothing has called `fully_shard`.
+    """Replaces torch's `fully_shard` by this package's in every imported module, also in torch's.
+
+    Libraries that call FSDP2 (accelerate, transformers, TRL, Lightning, torchtitan) then use this
+    package. Call it before a model is sharded. Models that are sharded already do not change. A
+    second call also replaces the function in modules that were imported after the first one. If the
+    program trains and nothing calls `fully_shard`, rank 0 prints a warning at exit.
+
+    Examples:
+        >>> replaced = use_as_fsdp2()
+        >>> "torch.distributed.fsdp.fully_shard" in replaced
+        True
+        >>> torch.distributed.fsdp.fully_shard is fully_shard
+        True
 
     Returns:
-        The places where it was put, as "module.name".
+        The replaced names, as "module.name".
     """
     expect_sharding()
     places = []
@@ -35,7 +44,18 @@ def use_as_fsdp2() -> list[str]:
 
 
 def leave_fsdp2() -> list[str]:
-    """Puts torch's function back; returns the places, as "module.name"."""
+    """Restores torch's `fully_shard` wherever `use_as_fsdp2` has replaced it.
+
+    Models that are sharded already do not change.
+
+    Examples:
+        >>> replaced = use_as_fsdp2()
+        >>> leave_fsdp2() == replaced
+        True
+
+    Returns:
+        The restored names, as "module.name".
+    """
     expect_nothing()
     places = []
     for module in _modules():

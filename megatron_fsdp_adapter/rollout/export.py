@@ -71,33 +71,40 @@ def export_weights(
     scope: str = MODEL,
     quantized: bool = False,
 ) -> ExportedEntries:
-    """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
-    parameters that were left alone, and persistent buffers, which keep their dtype. The next unit
-    is gathered while the caller uses the present one.
+    """Yields the name and the full tensor of every weight, on every rank.
 
-    Collective over all ranks of the model: each has to run the iterator to its end. Tensors are the
-    caller's. A tensor that the caller keeps also keeps the memory of its unit's other parameters of
-    the same kind.
+    Weights are gathered unit by unit, the next unit while the caller uses the current one. After
+    the units come parameters that are not sharded, and persistent buffers in their own dtype.
+
+    Collective: all ranks of the model iterate to the end, between two steps. The caller may keep
+    tensors. A kept tensor keeps the memory of the other weights of its unit and dtype too.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4))
+        >>> for name, tensor in export_weights(model):
+        ...     print(name, tuple(tensor.shape), tensor.dtype)
+        weight (4, 8) torch.bfloat16
+        bias (4,) torch.bfloat16
 
     Args:
-        model: the result of `FullyShardedDataParallel` or `fully_shard_model`, or a list of model
-            chunks.
-        dtype: main weights are cast to it before they are gathered, except weights that are not
-            floating-point numbers. None: no cast.
-        which: "all": every weight and buffer. "changed": without the frozen weights, if no load has
-            written weights since they were last exported. "trained": neither frozen weights nor
-            buffers (for instance to export adapters only).
-        scope: "model": every rank gets all tensors. "stage": each rank gets those of its pipeline
-            stage and of its own experts; nothing is sent between stages.
-        quantized: a quantized weight comes as two tensors. Under its name are the bytes that
-            modules compute with. Under that name with `_scale_inv` are the factors to multiply them
-            by: one number, one for each 128 x 128 elements, or one for each 32 elements of a row
-            (exponents, as uint8).
+        model: a model of `FullyShardedDataParallel` or `fully_shard_model`, or a list of chunks of
+            one.
+        dtype: dtype of the tensors. Floating-point weights are cast to it before they are gathered.
+            None: the dtype of main weights.
+        which: "all", "changed" or "trained". "changed" leaves out frozen weights, unless a load has
+            written weights since the last export. "trained" leaves out frozen weights and buffers,
+            for example to export adapters.
+        scope: "model" yields all tensors on every rank. "stage" yields those of this rank's
+            pipeline stage and experts, and sends nothing between stages.
+        quantized: True yields two tensors for a quantized weight: its bytes under its name, and the
+            factors to multiply them by under the name with `_scale_inv`. There is one factor for
+            the weight, for each 128 x 128 elements, or for each 32 elements of a row (then an
+            exponent, as uint8).
 
     Raises:
-        ValueError: an option has a wrong value, or quantized weights cannot be joined. Nothing is
-            gathered then.
-        RuntimeError: `release_memory` has released weights that are needed.
+        ValueError: an invalid option, or quantized weights that cannot be joined. Nothing is
+            gathered.
+        RuntimeError: `release_memory` has freed weights that are needed.
     """
     _check(which, scope, dtype)
     return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
@@ -109,9 +116,23 @@ def export_shards(
     dtype: torch.dtype | None = torch.bfloat16,
     which: str = ALL,
 ) -> Iterator[WeightShard]:
-    """This rank's rows of every weight, as copies in `dtype` (None: the main weights'), in unit
-    order. Nothing is communicated. A rank has no rows of some weights, and several blocks of
-    others; replicas have the same ones. Arguments and errors are those of `export_weights`."""
+    """Yields this rank's rows of every weight, with their place in it. Nothing is sent.
+
+    A rank may have no rows of a weight, or several blocks of it. Replicas have the same rows.
+    Arguments and errors are those of `export_weights`.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4, bias=False))
+        >>> [shard] = export_shards(model)
+        >>> shard.name, shard.shape, tuple(shard.tensor.shape)  # on each of two ranks
+        ('weight', (4, 8), (2, 8))
+        >>> shard.offsets == (2 * dist.get_rank(), 0)
+        True
+
+    Yields:
+        `WeightShard`: a name, a copy of the rows in `dtype`, the index of its first element
+            (`offsets`), and the shape of the full weight.
+    """
     _check(which, MODEL, dtype)
     chunks = _chunks("export_shards", model, which, dtype)
     return (shard for chunk in chunks for shard in chunk.shards())

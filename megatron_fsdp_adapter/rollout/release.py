@@ -33,28 +33,36 @@ ALL_KINDS = (*BUFFER_KINDS, OPTIMIZER)
 def release_memory(
     model: Any, optimizer: Any = None, *, keep: str | Collection[str] = ()
 ) -> dict[str, int]:
-    """Gives the wrapper's memory on the device back, also to other processes; returns the bytes of
-    each kind.
+    """Frees device memory of a sharded model and its optimizer, for other users of the device.
 
-    - Main weights, parameters that were left alone, quantized weights and the optimizer's state go
-      to pinned memory of the host, which is kept for the next time.
-    - Compute weights that can be made from main weights, gradient buffers, buckets and slots are
-      dropped. Gradients are forgotten, as `zero_grad` does.
+    Main weights, parameters that are not sharded, quantized weights and optimizer state move to
+    pinned host memory, which is kept for the next call. Compute weights that follow from main
+    weights, gradients, and buffers of communication are freed.
 
-    Using the model or the optimizer is an error until `return_memory`. Call it between two steps.
-    It may be called again: what is released already stays released. No collective.
+    Call it between two steps. Until `return_memory`, the model and the optimizer raise an error
+    when they are used. Not collective. A second call frees what the first one has kept. Memory that
+    is registered with NCCL (`nccl_ub`, copy engines) stays, and is not counted.
 
-    Memory that is registered with NCCL (`nccl_ub`, copy engines) stays, and is not counted.
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4, bias=False))
+        >>> released = release_memory(model)
+        >>> released["main_weights"]  # bytes: two rows of eight float32 numbers
+        64
+        >>> return_memory(model)
 
     Args:
-        model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of chunks.
-        optimizer: the sharded one, or Megatron's; without it, its state stays.
-        keep: kinds that stay: "main_weights" (all that `export_weights` needs, unless quantized),
-            "compute_weights", "gradients", "slots", "optimizer".
+        model: a model of `FullyShardedDataParallel` or `fully_shard_model`, or a list of chunks.
+        optimizer: the sharded optimizer, or Megatron's. None: its state stays.
+        keep: one or several kinds of memory that stay: "main_weights" (all that `export_weights`
+            needs, unless weights are quantized), "compute_weights", "gradients", "slots",
+            "optimizer".
+
+    Returns:
+        Freed bytes on this rank, by kind.
 
     Raises:
-        ValueError: a wrong kind; an optimizer that is not over a wrapped model.
-        RuntimeError: a CUDA graph has addresses of what is not kept.
+        ValueError: an unknown kind, or an optimizer of other parameters.
+        RuntimeError: a CUDA graph contains addresses of memory that would be freed.
     """
     chosen = _chosen("keep", keep)
     kinds = [kind for kind in BUFFER_KINDS if kind not in chosen]
@@ -77,10 +85,27 @@ def release_memory(
 def return_memory(
     model: Any, optimizer: Any = None, *, only: str | Collection[str] | None = None
 ) -> None:
-    """Takes back the memory that `release_memory` gave back, with its contents. No collective.
+    """Allocates the memory that `release_memory` has freed, with its contents. Not collective.
 
-    only: the kinds to take back; None for all. Compute weights are gathered when they are needed.
-    A no-op for what was not released. Raises ValueError as `release_memory` does."""
+    Training goes on bit for bit. Compute weights are gathered when they are needed. Kinds that were
+    not released do not change.
+
+    Examples:
+        >>> model = fully_shard_model(nn.Linear(8, 4))
+        >>> _ = release_memory(model)
+        >>> return_memory(model, only="main_weights")  # for an export
+        >>> [name for name, _ in export_weights(model)]
+        ['weight', 'bias']
+        >>> return_memory(model)
+
+    Args:
+        model: as for `release_memory`.
+        optimizer: as for `release_memory`.
+        only: one or several kinds to return. None: all.
+
+    Raises:
+        ValueError: an unknown kind, or an optimizer of other parameters.
+    """
     chosen = ALL_KINDS if only is None else _chosen("only", only)
     for source in sources(model):
         take_back(source.engine, [kind for kind in BUFFER_KINDS if kind in chosen])

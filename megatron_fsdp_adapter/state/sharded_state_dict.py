@@ -44,20 +44,18 @@ class ShardedStateDict(NotCopyable, nn.Module):
     engine: FsdpEngine
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Sharded parameters and persistent buffers. The parameters are DTensors that share storage
-        with the main weights and know their place in a checkpoint. Keys are the module's own names,
-        which begin with "module."; `checkpoint_state_dict` has those of the whole model."""
+        """Returns sharded parameters and persistent buffers by name. Parameters are DTensors, which
+        share memory with the main weights. Names are the wrapper's, which begin with "module."."""
         return super().state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def full_state_dict(self, cpu_offload: bool = False) -> dict[str, Any]:
-        """Whole main weights and persistent buffers on every rank, under the names of the module
-        that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
-        Collective: every rank calls it.
+        """Returns copies of full main weights and of persistent buffers, on every rank. Names are
+        those of the module that was wrapped, which can load them. Collective.
 
         Args:
-            cpu_offload: each tensor goes to the CPU once it is gathered. Otherwise the device has
-                to hold the whole model.
+            cpu_offload: True moves each tensor to the CPU after it is gathered. With False the
+                device must hold the whole model.
         """
         params = self._params_by_key()
         found = {}
@@ -135,21 +133,18 @@ class ShardedStateDict(NotCopyable, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copies values into the main weights and refreshes the compute weights.
+        """Copies values into the main weights, and updates the compute weights.
 
-        Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
-        shorter or longer. A value is one of:
+        Keys may have one "module." more or less than those of `state_dict`. A value is a full
+        tensor, of which each rank takes its rows, or a DTensor of the full shape. A DTensor with
+        other rows (of FSDP2, or of a model with other units) is gathered first: this is collective.
 
-        - a plain tensor of the shape of the module's own parameter; this rank takes its rows;
-        - a DTensor of the whole tensor's shape. If it is not cut like the parameter (one of FSDP2,
-          of `distribute_tensor`, of a model with other units), it is gathered temporarily, which
-          is collective.
-
-        Returns what torch would return for the module: missing and unexpected keys.
+        Returns:
+            Missing and unexpected keys, as torch's `load_state_dict`.
 
         Raises:
-            ValueError: missing or unexpected entries (if `strict`), mis-shaped entries, DTensors of
-                unknown rows, or `assign`. Nothing is written then.
+            ValueError: missing or unexpected keys (with `strict`), values of other shapes, DTensors
+                whose rows are unknown, or `assign=True`. Nothing is written.
         """
         if assign:
             raise ValueError(ASSIGN)

@@ -49,15 +49,28 @@ Values = dict[str, Any]
 
 
 def describe(path: Path, iteration: int | None = None) -> Values:
-    """The contents of the checkpoint at `path`, a dict with these keys:
+    """Returns the contents of a checkpoint, without its data. The command `inspect` prints them.
 
-    format, folder, iteration (None for a plain folder of torch.distributed.checkpoint);
-    saved_by: recorded training arguments of the run, and the number of processes that wrote files;
-    model: recorded arguments for the model's sizes;
-    entries: a dict for each key, in stored order;
-    totals: keys, elements of tensors and bytes of each part.
+    Examples:
+        >>> _ = save_checkpoint(folder, 10, {"model": {"scale": torch.ones(3)}})
+        >>> found = describe(folder)
+        >>> found["iteration"], [entry["key"] for entry in found["entries"]]
+        (10, ['model.scale'])
 
-    Raises FileNotFoundError or ValueError as the converters do.
+    Args:
+        path: a folder of checkpoints, the folder of one, or a plain folder of
+            torch.distributed.checkpoint.
+        iteration: the number of the checkpoint. None: the newest.
+
+    Returns:
+        A dict. "format", "folder" and "iteration" (None for a plain folder); "saved_by": recorded
+        arguments of the run, and the number of processes that wrote files; "model": recorded
+        arguments of the model's sizes; "entries": a dict for each key; "totals": keys, elements
+        and bytes of each part.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is half-written, damaged, or of another format.
     """
     folder = DcpFolder.open_to_read(path, iteration)
     state = _arguments(folder)
@@ -100,18 +113,35 @@ def diff(
     values: bool = True,
     progress: Progress = silent,
 ) -> dict[str, list[Any]]:
-    """The differences of the checkpoints at `a` and `b`, a dict of lists:
-
-    only_a, only_b: keys that one of them has;
-    shapes, dtypes: "KEY: in A, in B";
-    values: a dict for each tensor of which bits differ: key, number of elements, number of those
-    that differ, and their largest difference (NaN if that of an element is);
-    objects: keys of values that are no tensors, and differ.
+    """Returns the differences of two checkpoints. The command `diff` prints them.
 
     Checkpoints of one format are compared by key. Those of two formats are compared by parameter
-    name in the whole model: weights, including their dtypes, and optimizer state. values: False
-    compares keys, shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters
-    do.
+    names of the whole model: weights with dtypes, and optimizer state.
+
+    Examples:
+        >>> first = save_checkpoint(folder, 1, {"scale": torch.ones(3)})
+        >>> second = save_checkpoint(folder, 2, {"scale": torch.tensor([1.0, 1.0, 3.0])})
+        >>> [found] = diff(first, second)["values"]
+        >>> found["key"], found["differing"], found["largest"]
+        ('scale', 1, 2.0)
+
+    Args:
+        a: a checkpoint, as for `describe`.
+        b: another one.
+        iterations: the numbers of both. None: the newest.
+        weights_only: True compares weights only.
+        values: False compares keys, shapes and dtypes only.
+        progress: a function that is called with the progress.
+
+    Returns:
+        A dict of lists. "only_a" and "only_b": keys of one of them; "shapes" and "dtypes":
+        "KEY: in A, in B"; "values": a dict for each tensor with other bits: its key, its
+        number of elements, the number of those that differ, and their largest difference (NaN if
+        one is); "objects": keys of other values that differ.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is half-written, damaged, or of another format.
     """
     iteration_a, iteration_b = iterations
     one = DcpFolder.open_to_read(a, iteration_a)

@@ -67,19 +67,33 @@ def convert(
     block_bytes: int = BLOCK_BYTES,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Writes the checkpoint at `source` as `target_format` to `target`.
+    """Writes a checkpoint in another format, without a GPU and without the model.
 
-    source: a root of checkpoints, or one of its folders. target: a new root, which gets a folder
-    for the iteration and then a tracker. weights_only: leave out optimizer, scheduler and RNG.
-    block_bytes: size of the blocks that are read, converted and written.
+    One process reads and writes it block by block. The result gets its name when it is complete, so
+    an interrupted conversion leaves no checkpoint.
 
-    Returns the formats, the written folder, iteration, number and bytes of its tensors, and the
-    keys of the source that the other format does not store ("dropped").
+    Examples:
+        >>> done = convert(source, folder, "torch_dist")  # source: of iteration 3
+        >>> done["iteration"], done["dropped"]
+        (3, ())
 
-    The result is written under a temporary name and renamed once all of it is on disk, so an
-    interrupted conversion leaves nothing that looks like a checkpoint. Raises FileNotFoundError or
-    ValueError before writing anything if the input cannot be converted or the target exists, and
-    ValueError while writing if data files are damaged or another job saves to the target.
+    Args:
+        source: a folder of checkpoints, or the folder of one.
+        target: a new folder of checkpoints.
+        target_format: "torch_dist" or "fsdp_dtensor".
+        iteration: the number of the checkpoint in `source`. None: the newest.
+        weights_only: True leaves out optimizer, scheduler and states of generators.
+        block_bytes: bytes of a block.
+        progress: a function that is called with the progress.
+
+    Returns:
+        A dict: formats, written folder, iteration, number and bytes of tensors, and in "dropped"
+        the keys that the other format does not have.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint. Nothing is written.
+        ValueError: the checkpoint cannot be converted, or `target` exists. Nothing is written.
+            Also, during the conversion: data are damaged, or another job saves into `target`.
     """
     _check_format(target_format)
     _check_target(target)

@@ -30,11 +30,21 @@ def _fields() -> list[tuple[str, Any, Any]]:
     return found
 
 
-_DOC = """megatron-core's config plus the fields of Megatron-LM main, with main's defaults.
+_DOC = """megatron-core's config of data parallelism, with the fields that older releases lack.
 
-The fields are the rows of `options/table.py` that 0.16.1 lacks. A plain 0.16.1 config works too: a
-missing field has its row's default. `docs/options.md` describes each field,
-`docs/support.md` lists rejected values.
+The added fields have the names and defaults of Megatron-LM main. A config of megatron-core works
+too: fields that it lacks have these defaults. `docs/options.md` describes each field, and
+`docs/support.md` lists refused values.
+
+Examples:
+    >>> config = DistributedDataParallelConfig(
+    ...     use_megatron_fsdp=True,
+    ...     use_distributed_optimizer=True,
+    ...     data_parallel_sharding_strategy="optim_grads_params",
+    ...     fsdp_unsharded_budget_gib="auto",
+    ... )
+    >>> config.outer_dp_sharding_strategy
+    'no_shard'
 
 Raises:
     ValueError: both `bucket_size` and `num_buckets`, as in main.

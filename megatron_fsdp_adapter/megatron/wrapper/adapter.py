@@ -41,28 +41,43 @@ from .param_attributes import mark
 
 
 class FullyShardedDataParallel(GradSync, _BaseDataParallel):
-    """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
+    """Shards weights, gradients and optimizer state of a Megatron model over data-parallel ranks.
+
+    It takes the place of Megatron's `DistributedDataParallel`, with the same methods.
+
+    Examples:
+        >>> ddp_config = DistributedDataParallelConfig(
+        ...     use_megatron_fsdp=True,
+        ...     use_distributed_optimizer=True,
+        ...     data_parallel_sharding_strategy="optim_grads_params",
+        ... )
+        >>> model = FullyShardedDataParallel(gpt.config, ddp_config, gpt)  # gpt: a GPTModel
+        >>> weight = gpt.decoder.layers[0].mlp.linear_fc1.weight
+        >>> isinstance(weight, torch.distributed.tensor.DTensor), weight.shape
+        (True, torch.Size([20, 12]))
 
     Args:
         config: the model's `TransformerConfig`.
-        ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs, and
-            `use_distributed_optimizer`, are switched on in it: Megatron reads them there.
-        module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
-            `init_model_with_meta_device` any part of it may be on the meta device.
-        fsdp_unit_modules: module classes, their names or import paths, to gather and reduce as
-            units; by default the transformer layers, and embedding and output layer unless tied.
-        disable_bucketing: accepted for Megatron; units take the place of buckets.
-        device: the device of the flat buffers; by default the parameters', or this process's GPU
-            if all of them are on the meta device.
-        pg_collection: process groups; by default those of `parallel_state`.
-        module_placements: by patterns of module names, what is sharded ("shard", the default)
-            or, if frozen, left as it is ("leave"); later patterns win.
+        ddp_config: a `DistributedDataParallelConfig`. It is changed: overlaps that the strategy
+            needs, and `use_distributed_optimizer`, become True, because Megatron reads them there.
+        module: the model on its device, for example `Float16Module(GPTModel(...))`. With
+            `init_model_with_meta_device` in the config, parts of it may be on the meta device.
+        fsdp_unit_modules: module classes, or their names or import paths. Each instance is a unit,
+            which is gathered and reduced at once. By default they are transformer layers and,
+            unless tied, the embedding and the output layer.
+        disable_bucketing: has no effect. Megatron passes it.
+        device: the device of the flat buffers. By default it is that of the parameters, or the GPU
+            of this process if all of them are on the meta device.
+        pg_collection: process groups, by default those of `parallel_state`.
+        module_placements: a mapping from patterns of module names to "shard" (the default) or, for
+            frozen modules, "leave", which does not shard them. Later patterns win.
 
     Raises:
-        ValueError: an unsupported option (all are listed at once), a unit class that matches
-            nothing, no trainable parameter, groups that are missing or disagree, modules on the
-            meta device that cannot be initialized, ranks whose models differ.
-        CommunicationError, RuntimeError: another rank failed or is late; unsupported megatron-core.
+        ValueError: unsupported options, which one message lists; a unit class without an instance;
+            no trainable parameter; missing or contradictory groups; modules on the meta device that
+            cannot be initialized; or models that differ between ranks.
+        CommunicationError: another rank failed, or is late.
+        RuntimeError: this release of megatron-core is not supported.
     """
 
     def __init__(
@@ -122,7 +137,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             print(text, flush=True)
 
     def describe(self) -> str:
-        """A table of the domains and of every parameter with the domain that it belongs to."""
+        """Returns a table of the groups of ranks, and of all parameters with their group."""
         return describe(self.engine)
 
     def export_source(self) -> Source:
@@ -148,7 +163,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for all microbatches but the last; see `GradSync.no_sync`."""
+        """Returns a context for all microbatches of a step but the last. In it, ZeRO-0 and ZeRO-1
+        add up gradients and send nothing; ZeRO-2 and ZeRO-3 reduce those of every microbatch."""
         self._wiring.on_no_sync()
         with super().no_sync():
             yield
@@ -156,11 +172,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Makes weights current for the next forward.
+        """Brings the weights up to date for the next forward.
 
-        With overlap only the first unit's gather is launched. `force_sync` gathers all weights, and
-        the current stream waits for them. Once a training step is captured in a graph, only
-        `force_sync` has an effect: the graph itself gathers."""
+        With overlap, it starts the gather of the first unit only. With `force_sync` it gathers all
+        weights, and the current stream waits for them. Once a step is captured in a CUDA graph,
+        which gathers by itself, a call without `force_sync` does nothing."""
         if self.captures.captured and not force_sync:
             return
         self.engine.sync_weights(wait=force_sync)
@@ -170,15 +186,17 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.engine.reduce_grads()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Completes all reductions and attaches `.grad`; modules then hold the sharded parameters.
+        """Waits for all reductions, and sets `.grad`. Modules then have their sharded parameters.
 
-        A shared embedding's gradient is also put into `main_grad`. Core adds it up over the stages
-        in place, and replaces the DTensor that it found by the plain local tensor: `main_grad`
-        takes that, `grad` does not.
+        An embedding that pipeline stages share also gets `main_grad`, in which core adds up the
+        gradients of the stages.
+
+        Args:
+            force_all_reduce: Megatron's request for full gradients, which sharding does not have.
 
         Raises:
-            ValueError: `force_all_reduce`, unless gradients are replicated anyway.
-            RuntimeError: a parameter's `requires_grad` is not what it was when it was wrapped.
+            ValueError: `force_all_reduce=True` while gradients are sharded.
+            RuntimeError: `requires_grad` of a parameter has changed since it was wrapped.
         """
         sharding = [row.name for row in self.engine.config.strategies if row.shard_main]
         if force_all_reduce and sharding:
@@ -201,7 +219,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         ]
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies the gradients that the optimizer will read; a number or 1-element tensor."""
+        """Multiplies all gradients by a number, or by a tensor of one element."""
         self.engine.scale_grads(scaling_factor)
 
     @property
@@ -210,8 +228,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return self.engine.config.policy
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once a training
-        step is captured in a graph gradients stay: a replay overwrites them."""
+        """Deletes all gradients. After a forward or backward that raised an error, this also makes
+        the wrapper usable again. Once a step is captured in a CUDA graph gradients stay, because a
+        replay overwrites them."""
         self._wiring.on_zero_grads()
         if self._layers is not None:
             self._layers.reset()
@@ -222,27 +241,27 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             param.main_grad = None  # type: ignore[attr-defined]
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Forgets gradients and gives their buffers back; forwards without gradients still work.
-        Core's reinforcement learning calls this before generation."""
+        """Deletes gradients and frees their buffers. Forwards without gradients still work.
+        Megatron's reinforcement learning calls this before it generates."""
         self.param_and_grad_buffer.offload_to_cpu(move_params=False)
         if empty_cache:
             trim(self.engine.runtime)
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
-        """Takes the buffers of gradients back."""
+        """Allocates the buffers of gradients again, after `offload_grad_buffers`."""
         self.param_and_grad_buffer.reload_from_cpu(move_params=False)
 
     def broadcast_params(self) -> None:
-        """Does nothing: weights were broadcast from rank 0 of their data-parallel group before they
-        were sharded. Afterwards that is no longer possible."""
+        """Does nothing. The constructor has sent the weights of the first data-parallel rank to the
+        others, before it sharded them."""
 
     def synchronize_param_gather(self) -> None:
         """Leaves no gather pending; afterwards modules hold the sharded parameters."""
         self.engine.to_sharded()
 
     def stop_communication(self) -> None:
-        """Waits for all communication; afterwards modules hold the sharded parameters. Gradients
-        that were already consumed are not reduced again."""
+        """Waits for all communication. Modules then have their sharded parameters. Gradients that
+        the optimizer has used are not reduced again."""
         self.engine.runtime.synchronize()
         self.engine.to_sharded()
 

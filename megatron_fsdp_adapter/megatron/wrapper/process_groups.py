@@ -251,16 +251,25 @@ def build_index(
 
 
 def create_all_gather_groups(pg_collection: Any) -> Any:
-    """Gives `pg_collection` communicators of their own for all-gathers: `dp_cp_ag` and, where it
-    has expert groups, `expt_dp_ag`; returns it.
+    """Adds communicators for all-gathers to a collection of groups, and returns the collection.
 
-    The new groups have the ranks of the groups that they mirror, in the same order. One that is
-    there already is kept. Collective over the default process group, as every making of a group
-    is. A rank that has no part in the model calls it with an empty collection. (torch can make a
-    group among its members alone, but names it after how many groups each of them is in.)
+    All-gathers and reduce-scatters of one communicator wait for each other. With another one for
+    all-gathers they overlap. The new groups, `dp_cp_ag` and (with experts) `expt_dp_ag`, have the
+    ranks of `dp_cp` and `expt_dp`. Groups that exist are kept.
+
+    Collective: all ranks of the job call it, those without a part of the model with an empty
+    collection.
+
+    Examples:
+        >>> groups = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
+        >>> dist.get_process_group_ranks(groups.dp_cp_ag)
+        [0, 1]
+
+    Args:
+        pg_collection: a `ProcessGroupCollection` of megatron-core. It is changed.
 
     Raises:
-        ValueError: on every rank, when ranks disagree on the members of a group.
+        ValueError: on every rank, if ranks have other members for a group.
     """
     _add_gather_groups(groups_of(pg_collection), pg_collection, again=(), missing=True)
     return pg_collection

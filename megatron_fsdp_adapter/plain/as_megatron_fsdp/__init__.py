@@ -13,9 +13,20 @@ NAME = "megatron_fsdp"
 
 
 def use_as_megatron_fsdp() -> None:
-    """Makes `import megatron_fsdp`, and that of its modules, give ours from now on. Called twice,
-    it does nothing. RuntimeError if another one was imported before, whose classes the program may
-    have by now."""
+    """Makes `import megatron_fsdp` import this package's module of that name, and its submodules.
+
+    It has the names of NVIDIA's package `megatron-fsdp`. A second call does nothing.
+
+    Examples:
+        >>> use_as_megatron_fsdp()
+        >>> from megatron_fsdp import MegatronFSDP
+        >>> MegatronFSDP.__module__
+        'megatron_fsdp_adapter.plain.megatron_fsdp'
+
+    Raises:
+        RuntimeError: NVIDIA's `megatron_fsdp` was imported before. Parts of the program may hold
+            its classes.
+    """
     present = sys.modules.get(NAME)
     if present is not None and getattr(present, "MegatronFSDP", None) is not MegatronFSDP:
         raise RuntimeError(
