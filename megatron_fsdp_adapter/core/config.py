@@ -79,7 +79,7 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, *FURTHER_DTYPES)
 """Dtypes of parameters that may be trained."""
 
 FIELDS_OF_TORCH = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-"""Those of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
+"""Fields of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
 
 
 @dataclass(frozen=True)
