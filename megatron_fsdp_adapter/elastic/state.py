@@ -60,8 +60,14 @@ class ReplicaState:
         buffers = [buffer.clone() for buffer in self._buffers()]
         self._snapshot = {"random": _random_states(), "buffers": buffers}
 
+    def restore_random_states(self) -> None:
+        """Sets random states to those of the snapshot."""
+        _set_random_states(self._snapshot["random"])
+
     def state_dict(self) -> State:
         """The state of this rank. Weights are no copies."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the optimizer's step, on another stream than the reader's
         return {
             "facts": self._facts,
             "weights": _storages(self._params),

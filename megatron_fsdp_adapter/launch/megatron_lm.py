@@ -23,6 +23,7 @@ import torch
 from ..core.runtime.launcher import is_first_rank
 from ..megatron.compat import patches, releases
 from ..megatron.compat.patches import Patch
+from ..megatron.elastic import manager
 from ..megatron.options import capability
 from ..megatron.options.cuda_graphs import GRAPH_RULES
 from ..megatron.options.examples import not_followed
@@ -185,6 +186,7 @@ def finish(
             print(left, flush=True)
     if found:
         refuse(error_message(found))
+    manager.ask(args)
 
 
 def refuse(message: str) -> NoReturn:

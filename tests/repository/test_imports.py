@@ -48,6 +48,7 @@ PARTS = (
     "megatron.layers",
     "megatron.checkpoint",
     "megatron.optimizer",
+    "megatron.elastic",
     "megatron.wrapper",
     "megatron.frameworks",
     "launch",

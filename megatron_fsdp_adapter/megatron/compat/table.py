@@ -364,7 +364,36 @@ FRAMEWORKS = (
 """Patches of frameworks of reinforcement learning: memory while another engine generates, and the
 weights that are sent to it."""
 
-LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *NORMS, *SAVES, *FRAMEWORKS)
+
+def _loop(name: str, does: str) -> Patch:
+    return Patch(
+        "megatron.training.training",
+        name,
+        f"megatron.elastic.loop:{name}",
+        required="megatron.elastic.manager:is_asked",
+        why=f"{does} with --fsdp-elastic",
+    )
+
+
+ELASTIC_LOOP = (
+    _loop("get_train_valid_test_num_samples", "sizes datasets"),
+    _loop("build_train_valid_test_data_loaders", "loads data"),
+    _loop("setup_model_and_optimizer", "makes the optimizer"),
+    _loop("train", "trains"),
+    _loop("train_step", "takes a step"),
+    _loop("save_checkpoint_and_time", "saves"),
+)
+"""Patches of Megatron-LM's loop, for replicas that may die and come back."""
+
+LATE = (
+    *BRIDGE_WEIGHTS,
+    *BASE_WEIGHTS,
+    *DRIVERS,
+    *NORMS,
+    *SAVES,
+    *FRAMEWORKS,
+    *ELASTIC_LOOP,
+)
 """Patches of modules that are not imported for it: they may be loaded after `install()`."""
 ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
 """All patches that `install()` puts in place."""

@@ -11,7 +11,16 @@ import torch
 
 from .rules import Joined, is_on
 from .support import CORES_OFFLOAD, streams_all
-from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, VERSION, strategies_of
+from .table import (
+    ELASTIC,
+    GRAD_COMM,
+    MAIN_GRADS,
+    OFFLOAD,
+    STRATEGY,
+    TRANSPOSES,
+    VERSION,
+    strategies_of,
+)
 
 WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
@@ -174,6 +183,9 @@ SETTINGS: tuple[Setting, ...] = (
             "nvrx needs a package that is not used: this package's writer replaces that of both "
             "strategies",
             (RUNNER,), _saves_asynchronously),
+    Setting("run", "rerun_mode", "disabled",
+            f"with {ELASTIC} a step is repeated by all replicas or by none",
+            (RUNNER,), lambda args: is_on(args, ELASTIC), is_void=True),
 )  # fmt: skip
 """Settings in order: later ones read values set by earlier ones."""
 

@@ -41,6 +41,8 @@ FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
 DECOUPLED = "megatron_fsdp_use_decoupled_grad"
 VERSION = "megatron_fsdp_version"
 TRANSPOSES = "keep_fp8_transpose_cache"
+ELASTIC = "fsdp_elastic"
+REPLICAS = "fsdp_elastic_replicas"
 PARTS_OF_LAYERS = "overlap_moe_expert_parallel_comm"
 DELAY = "delay_wgrad_compute"
 """The first is in the model config, the second in model and DDP config."""
@@ -412,6 +414,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         VERSION, int, 1, "version of Megatron's wrapper; this package has only one engine",
         use="set to 1: Megatron-LM refuses the distributed optimizer beside 2",
+    ),
+    Option(
+        ELASTIC, Text, None,
+        "host:port of torchft's lighthouse: this job is one of several replicas that may die and "
+        "come back (docs/elastic.md)",
+        use="jobs that train together, and go on without one that dies", plain="elastic",
+    ),
+    Option(
+        REPLICAS, Count, None,
+        "the largest number of replicas that train together; datasets are made for it",
+        use=f"with `{ELASTIC}`",
     ),
     Option("num_buckets", int | None, None),
     Option(DECOUPLED, bool, False),

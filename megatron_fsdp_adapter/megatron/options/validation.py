@@ -19,6 +19,7 @@ from .checkpoint_flags import (
     async_save_lacks_strategy,
 )
 from .cuda_graphs import GRAPH_RULES
+from .elastic_rules import ELASTIC_RULES
 from .load_folders import LOAD_ARGUMENTS, load_problems, newest_problems
 from .option import DTYPES
 from .rules import Joined, Rule, Rules, is_on, off, problems, unset
@@ -94,6 +95,7 @@ LAUNCH_RULES: Rules = (
         "it selects another wrapper than use_megatron_fsdp. Leave one of them out",
     ),
     *CHECKPOINT_RULES,
+    *ELASTIC_RULES,
     Rule(WEIGHT_HASH, _hashes_sharded_weights, _NO_WEIGHT_HASH),
     off(
         "enable_full_sharding_in_hsdp",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.comm.communicator import Communicator
+from ...core.comm.managed import Manages
 from ...core.comm.registered import zero_cta_options
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.duplicate_groups import duplicate_group
@@ -108,9 +110,11 @@ def _add_copy_engine_groups(groups: Groups, ddp_config: Any) -> None:
             groups[name] = duplicate_group(groups[role], name, options=zero_cta_options())
 
 
-def domains_of(index: FSDPDistributedIndex) -> dict[str, ShardDomain]:
-    """The domains of the index by name, and that of embeddings shared across stages."""
-    return {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
+def domains_of(index: FSDPDistributedIndex, manager: Manages | None) -> dict[str, ShardDomain]:
+    """The domains of the index by name, and that of embeddings shared across stages. manager:
+    torchft's, which reduces over replicas that may die."""
+    domains = {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
+    return {name: replace(one, manager=manager) for name, one in domains.items()}
 
 
 def broadcast_left_alone(

@@ -13,6 +13,7 @@ from ...core.engine.partition import UnitPlan
 from ...core.topology import Domains
 from ...plan.unit_grouping import group_layers, layer_numels
 from ...plan.unsharded_budget import UnshardedUnits, with_unsharded_units
+from ..elastic.manager import manager_of
 from ..options import ddp_options
 from ..options.rules import is_on
 from ..options.table import GATHER_PARTS
@@ -53,7 +54,7 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     # Layers are not grouped if the user names the classes that are units.
     layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, ddp_options.unit_numel(config, ddp_config, layers))
-    by_name = domains_of(index)
+    by_name = domains_of(index, manager_of(ddp_config, given.device))
     engine_config = ddp_options.engine_config(ddp_config)
     engine_config = with_single_rank_domains(engine_config, by_name)
     budget = ddp_options.unsharded_budget(config, ddp_config)

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class PlannedManager:
         self._states: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         # What was called, by name, in this attempt.
         self.calls: list[str] = []
+        # In the place of the process group, which counts quorums.
+        self._pg = SimpleNamespace(quorums=0)
 
     @property
     def attempt(self) -> Attempt:
@@ -85,6 +88,7 @@ class PlannedManager:
         timeout: timedelta | None = None,
     ) -> None:
         self._number += 1
+        self._pg.quorums += 1
         self._error = None
         self.calls = []
         if self.attempt.joins:
@@ -111,6 +115,10 @@ class PlannedManager:
 
     def num_participants(self) -> int:
         return self.attempt.divisor or len(self.attempt.replicas)
+
+    def participating_rank(self) -> int | None:
+        here = sorted(self.attempt.replicas)
+        return here.index(self._replica) if self._replica in here else None
 
     def is_participating(self) -> bool:
         return self._replica in self.attempt.replicas
@@ -145,5 +153,11 @@ class PlannedManager:
         self._step += 1
         return True
 
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._step = state_dict["step"]
+
     def current_step(self) -> int:
         return self._step
+
+    def shutdown(self, wait: bool = True) -> None:
+        self.calls.append("shutdown")

@@ -25,7 +25,7 @@ LIGHTHOUSE = """
 import sys, time
 from torchft.coordination import LighthouseServer
 server = LighthouseServer(
-    bind=sys.argv[1], min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=1500
+    bind=sys.argv[1], min_replicas=1, join_timeout_ms=int(sys.argv[2]), heartbeat_timeout_ms=1500
 )
 print(server.address(), flush=True)
 sys.stdin.read()
@@ -108,16 +108,19 @@ class Replica:
 
 
 class Lighthouse:
-    """A lighthouse of torchft's, in a process of its own, inside a `with` block."""
+    """A lighthouse of torchft's, in a process of its own, inside a `with` block.
 
-    def __init__(self) -> None:
+    join_timeout_ms: how long a quorum waits for replicas that live, from the first one on."""
+
+    def __init__(self, join_timeout_ms: int = 200) -> None:
+        self._join_timeout_ms = join_timeout_ms  # as given
         self.address = ""  # known once it was started
         self._bind = "[::]:0"
 
     def start(self) -> None:
         """Starts it, at the same address as before."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LIGHTHOUSE, self._bind],
+            [sys.executable, "-c", LIGHTHOUSE, self._bind, str(self._join_timeout_ms)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

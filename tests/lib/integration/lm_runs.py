@@ -80,7 +80,8 @@ def _servers() -> dict[tuple[str, Path], Server]:
     return {}
 
 
-def _server(harness: str, folder: Path) -> Server:
+def server_of(harness: str, folder: Path) -> Server:
+    """The process that starts ranks of scripts of a folder by a harness."""
     if (harness, folder) not in _servers():
         command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
         server = Server([*command, str(folder / "any")], environment_of_ranks())
@@ -97,7 +98,7 @@ def end_servers() -> None:
 
 def start(harness: str, script: Path, arguments: list[str], world: int, log: Path) -> list[Rank]:
     """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
-    server = _server(harness, script.parent)
+    server = server_of(harness, script.parent)
     meeting = contextlib.ExitStack()
     environment = {**environment_of_ranks(), **meeting.enter_context(rendezvous(world))}
     if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:

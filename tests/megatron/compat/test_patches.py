@@ -14,6 +14,7 @@ import torch
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.patches import NOTHING, Patch, stands
 from megatron_fsdp_adapter.megatron.compat.table import ALL, BRIDGE, LATE
+from megatron_fsdp_adapter.megatron.elastic import manager
 
 CHECKS = ("megatron/compat/patches.py", "megatron/compat/table.py")
 
@@ -36,8 +37,8 @@ def _function(row: Patch) -> Any:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """Megatron-LM and Megatron-Bridge, which save asynchronously, with all names but those that
-    have a default."""
+    """Megatron-LM, one of several replicas, and Megatron-Bridge, which save asynchronously, with
+    all names but those that have a default."""
     made = {row.module: ModuleType(row.module) for row in LATE}
     made[BRIDGE].HAVE_NVRX = True  # type: ignore[attr-defined]
     for row in LATE:
@@ -51,6 +52,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
         monkeypatch.setitem(sys.modules, name, module)
     asked = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(async_save=True))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", asked)
+    monkeypatch.setattr(manager, "_asked", {"lighthouse": "host:1"})
     return made
 
 
@@ -97,8 +99,10 @@ def test_a_name_that_is_gone_is_an_error_before_anything_is_changed(
     assert _held(modules) == before
 
 
-def test_what_saves_asynchronously_is_needed_where_that_is_asked_for(modules: Modules) -> None:
-    """0.16.1 cannot, nor can Megatron-Bridge without a package."""
+def test_some_names_are_needed_only_where_their_purpose_is_asked_for(modules: Modules) -> None:
+    """Asynchronous saves, which 0.16.1 cannot, nor Megatron-Bridge without a package; and replicas
+    that may die."""
+    manager._asked.clear()
     modules[BRIDGE].HAVE_NVRX = False  # type: ignore[attr-defined]
     sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS = None  # type: ignore[attr-defined]
     for row in ROWS:

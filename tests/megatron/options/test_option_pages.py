@@ -46,8 +46,8 @@ def test_every_argument_is_documented() -> None:
         if len(row) > 4:
             named.update(re.findall(r"`(\w+)`", row[3]))
     arguments = set(inspect.signature(fully_shard_model).parameters)
-    # The last two have pages of their own.
-    assert arguments - named == {"module", "sync_model_each_microbatch", "elastic"}
+    # The last has a page of its own.
+    assert arguments - named == {"module", "sync_model_each_microbatch"}
     text = OPTIONS.partition("\n## `apply_fsdp_overrides")[2].partition("\n## ")[0]
     wanted = [name for name in inspect.signature(apply_fsdp_overrides).parameters if name != "cfg"]
     assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")] == wanted

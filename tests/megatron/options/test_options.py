@@ -42,6 +42,7 @@ CHECKS = (
     "megatron/options/support.py",
     "megatron/options/validation.py",
     "megatron/options/cuda_graphs.py",
+    "megatron/options/elastic_rules.py",
 )
 
 OF_WRAPPER = (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)
@@ -74,6 +75,7 @@ BESIDE: tuple[Mapping[str, Any], ...] = (
     {"fp16": True}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
     {"chunked_optimizer_state_offload": True}, {"optimizer": "muon"},
     {"async_save": True, "async_strategy": "mcore"},
+    {"fsdp_elastic": "host:1", "fsdp_elastic_replicas": 2},
 )  # fmt: skip
 """What else may have to be set."""
 
@@ -223,7 +225,7 @@ def test_what_follows_is_set_and_told_once(setting: settings.Setting) -> None:
         {"bf16": True, "megatron_fsdp_grad_comm_dtype": "bf16"},
         {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
         {"optimizer_cpu_offload": True}, {"async_save": True, "async_strategy": "nvrx"},
-        {"megatron_fsdp_version": 2},
+        {"megatron_fsdp_version": 2}, {"fsdp_elastic": "host:1"},
     ):  # fmt: skip
         if setting.when(asked(**beside)):
             break
