@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass
 class Told:
-    """What a rank is told."""
+    """The facts of a rank."""
 
     # Where it writes lines.
     log: str
@@ -198,7 +198,7 @@ class PlannedManager:
 
 
 def run(argv: list[str]) -> int:
-    """The runner, in a rank that was told what it is."""
+    """The runner, of one rank."""
     facts = told()
     write_lines(facts)
     if facts.file_limit:
