@@ -95,7 +95,9 @@ def test_a_replica_whose_disk_is_full_dies_and_others_go_on(
 ) -> None:
     """The first replica saves, into a folder of its own with a limit on the size of files. The
     second saves the next checkpoint."""
-    roots = [tmp_path / str(number) for number in range(REPLICAS)]
+    roots = [tmp_path / f"root{number}" for number in range(REPLICAS)]
+    for root in roots:
+        root.mkdir()
     options = LmOptions(str(tmp_path), checkout=megatron_lm, roots=roots, file_limit=(0, 300_000))
     with watched(options) as (found, _):
         wait_until(found, lambda: any(found[0].codes), may_end=[found[0]])
