@@ -365,6 +365,11 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         lambda o, m: o.save is None and o.save_interval is not None,
         "--save-interval {o.save_interval} without --save. Give the folder with --save",
     ),
+    (
+        lambda o, m: o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler,
+        "--override-opt-param-scheduler takes this run's schedule, and "
+        "--use-checkpoint-opt_param-scheduler the checkpoint's. Give one of them",
+    ),
     # Data
     (
         lambda o, m: o.mock_data == bool(o.train_data_path),

@@ -25,6 +25,7 @@ from megatron_fsdp_adapter.checkpoint import (
 )
 from megatron_fsdp_adapter.checkpoint.folders import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.record import topology_of
+from megatron_fsdp_adapter.megatron.optimizer.param_scheduler import require_same_schedule
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def load(trainee: Trainee, options: Options) -> Progress:
     The checkpoint may be of any number of ranks and any split of the model. Random generators are
     restored if both are those of this run; else they keep this run's seeds.
 
-    Raises FileNotFoundError if there is no complete checkpoint.
+    Raises FileNotFoundError if there is no complete checkpoint, and ValueError for another schedule
+    without a flag that says which one is taken.
     """
     root = options.load
     assert root is not None
@@ -117,9 +119,12 @@ def load(trainee: Trainee, options: Options) -> Progress:
     places = {name: getattr(options, name) for name in _PLACES}
     same_places = all(saved["args"][name] == value for name, value in places.items())
     same = same_places and saved["world_size"] == dist.get_world_size()
-    ignored = () if same else ("rng_state.",)
+    # For readers of the checkpoint. Other versions of this script have other options.
+    del state["args"]
+    ignored = ["args."]
     if not same:
         del state["rng_state"]
+        ignored.append("rng_state.")
         if dist.get_rank() == 0:
             print(
                 f"{root} was saved by {saved['world_size']} processes with {saved['args']}. The "
@@ -128,6 +133,8 @@ def load(trainee: Trainee, options: Options) -> Progress:
             )
     rows = vocabulary(options).vocab_size
     _, state = load_checkpoint(root, state, ignore_unexpected=ignored, vocab_size=rows)
+    # Before the optimizer's load, which refuses another learning rate: one error lists all.
+    require_same_schedule(trainee.scheduler, state["opt_param_scheduler"])
     load_training_state([trainee.model], state, trainee.optimizer)
     if same:
         set_random_states(state["rng_state"])

@@ -182,8 +182,7 @@ def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimiz
 
 
 def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of the learning rate, by samples consumed. The command line overrides the values
-    of a checkpoint."""
+    """The schedule of the learning rate, by samples consumed."""
     batch = options.global_batch_size
     assert batch is not None and options.lr_decay_iters is not None  # by check.resolve
     return OptimizerParamScheduler(
@@ -198,8 +197,8 @@ def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> Optimizer
         end_wd=options.weight_decay,
         wd_incr_steps=options.train_iters * batch,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=options.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=options.override_opt_param_scheduler,
     )
 
 

@@ -132,6 +132,9 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("load", str, None, "folder to resume from; that of --save may be empty, at the first start"),
     ("save_interval", int, None, "steps between checkpoints; default only at the end"),
     ("ckpt_format", Literal["fsdp_dtensor"], None, "needs --use-megatron-fsdp"),
+    ("override_opt_param_scheduler", bool, False,
+     "resume with this run's schedule and weight decay; default: they must equal the checkpoint's"),
+    ("use_checkpoint_opt_param_scheduler", bool, False, "resume with those of the checkpoint"),
     ("log_interval", int, 100, "steps between lines of the log"),
     ("loss_log_file", str, None,
      "JSON lines: loss and gradient norm of every step, with all digits"),
@@ -139,6 +142,11 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("deterministic", bool, False, "deterministic kernels only"),
 )  # fmt: skip
 """Name, type, default and help of options that no config has, or has in another form."""
+SPELLINGS = {
+    "override_opt_param_scheduler": "--override-opt_param-scheduler",
+    "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
+}
+"""Second names of flags, which Megatron-LM has, too."""
 
 
 def texts_of(config: type) -> dict[str, str]:
@@ -237,7 +245,10 @@ def make_parser() -> argparse.ArgumentParser:
             how["nargs"] = "+" if many else None
             if not choices:
                 how["metavar"] = scalar.__name__.upper()
-        parser.add_argument(flag(item.name), help=text.replace("%", "%%"), **how)
+        names = [flag(item.name)]
+        if item.name in SPELLINGS:
+            names.append(SPELLINGS[item.name])
+        parser.add_argument(*names, help=text.replace("%", "%%"), **how)
     return parser
 
 

@@ -90,6 +90,11 @@ BAD = (
     (["--overlap-param-gather"], "needs --use-distributed-optimizer and --overlap-grad-reduce"),
     (["--num-distributed-optimizer-instances=2"], "instances 2 needs --use-distributed-optimizer"),
     (["--save-interval=5"], "--save-interval 5 without --save"),
+    (
+        ["--override-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"],
+        "--override-opt-param-scheduler takes this run's schedule",
+        "Give one of them",
+    ),
     (["--no-mock-data"], "give --train-data-path", "or --mock-data, one of them"),
     (["--train-data-path=x"], "or --mock-data, one of them"),
     (["--no-mock-data", "--train-data-path=x"], "--eval-iters 100, but there is no validation"),

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.scripts.script_runs import Train
+from tests.lib.scripts.script_runs import TINY, Train, run_script
 
-CHECKS = ("megatron/wrapper/gpt_model.py", "megatron/wrapper/adapter.py")
+CHECKS = (
+    "megatron/wrapper/gpt_model.py",
+    "megatron/wrapper/adapter.py",
+    "megatron/optimizer/param_scheduler.py",
+)
 
 FSDP = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
 DROPOUT = ("--bf16", "--hidden-dropout=0.1", "--attention-dropout=0.1")
@@ -41,3 +45,53 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     for iteration, record in whole.items():
         for name in {"loss", "grad_norm", "validation_loss"} & record.keys():
             assert parts[iteration][name] == record[name], f"{name} of iteration {iteration}"
+
+
+LONGER = ("--lr=6e-3", "--train-iters=6")
+"""Flags of a resume after 2 of 4 steps with the learning rate 3e-3, which falls linearly to 0."""
+CHANGES = ("max_lr=0.006", "lr_decay_steps=48", "wd_incr_steps=48")
+RESUMES = [
+    # A flag, words of the log, and the logged learning rates; none if the run is refused.
+    ("", [f"- {change} (--" for change in CHANGES], {}),
+    pytest.param(
+        "--override-opt-param-scheduler",
+        [f"schedule: {change} of this run, not " for change in CHANGES],
+        {3: 3e-3, 4: 2e-3, 5: 1e-3, 6: 0},
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        "--use-checkpoint-opt_param-scheduler",
+        ["schedule: lr_decay_steps=32 of the checkpoint, not 48 of this run"],
+        {3: 0.75e-3, 4: 0, 5: 0, 6: 0},
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def saved_half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run of 4 steps that stopped after 2."""
+    root = tmp_path_factory.mktemp("half") / "saved"
+    flags = (f"--save={root}", "--train-iters=4", "--exit-interval=2")
+    done = run_script("pretrain_gpt.py", *TINY, *FSDP, "--mock-data", "--eval-iters=0", *flags)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.parametrize(("flag", "words", "rates"), RESUMES)
+def test_another_schedule_is_resumed_with_a_flag_that_says_which(
+    saved_half: Path, tmp_path: Path, flag: str, words: list[str], rates: dict[int, float]
+) -> None:
+    from loss_curves import read_log
+
+    log = tmp_path / "log.jsonl"
+    flags = [*FSDP, *LONGER, f"--load={saved_half}", f"--loss-log-file={log}", *flag.split()]
+    done = run_script("pretrain_gpt.py", *TINY, "--mock-data", "--eval-iters=0", *flags)
+    for word in words:
+        assert word in done.stdout + done.stderr, done.stderr
+    if not rates:
+        assert done.returncode != 0
+        return
+    assert done.returncode == 0, done.stderr
+    found = {iteration: record["learning_rate"] for iteration, record in read_log(log).items()}
+    assert found == pytest.approx(rates)

@@ -249,20 +249,40 @@ def resumed(
 
 def differences(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Problems with a scheduler of which neither flag is set: its values that are not `saved`."""
+    return [
+        f"{row.name}={wanted[row.name]!r} ({', '.join(row.flags)}): the checkpoint has "
+        f"{saved[row.name]!r}. Use that; or set {OVERRIDE} ({FLAGS[OVERRIDE]}) to take "
+        f"this run's schedule, or {USE_CHECKPOINT} ({FLAGS[USE_CHECKPOINT]}) to take the "
+        "checkpoint's"
+        for row in _unequal(wanted, saved)
+    ]
+
+
+def schedule_remarks(
+    wanted: Mapping[str, Any], saved: Mapping[str, Any], schedule: str
+) -> list[str]:
+    """Values of a scheduler that are not `saved`, each with the one that is taken. schedule:
+    `OVERRIDE` or `USE_CHECKPOINT`."""
     found = []
-    for row in SCHEDULE_OPTIONS:
-        is_there = row.name in wanted and row.name in saved
-        if row.source == EQUAL and is_there and wanted[row.name] != saved[row.name]:
-            found.append(
-                f"{row.name}={wanted[row.name]!r} ({', '.join(row.flags)}): the checkpoint has "
-                f"{saved[row.name]!r}. Use that; or set {OVERRIDE} ({FLAGS[OVERRIDE]}) to take "
-                f"this run's schedule, or {USE_CHECKPOINT} ({FLAGS[USE_CHECKPOINT]}) to take the "
-                "checkpoint's"
-            )
+    for row in _unequal(wanted, saved):
+        own, old = wanted[row.name], saved[row.name]
+        if schedule == OVERRIDE:
+            text = f"{row.name}={own!r} of this run, not {old!r} of the checkpoint"
+        else:
+            text = f"{row.name}={old!r} of the checkpoint, not {own!r} of this run"
+        found.append(f"{text} ({FLAGS[schedule]})")
     return found
 
 
 # Comparisons.
+
+
+def _unequal(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[Origin]:
+    """The rows of a scheduler's values that may not change without a flag, and have changed."""
+    for row in SCHEDULE_OPTIONS:
+        is_there = row.name in wanted and row.name in saved
+        if row.source == EQUAL and is_there and wanted[row.name] != saved[row.name]:
+            yield row
 
 
 def _value(options: GroupOptions, row: Origin) -> Any:

@@ -8,12 +8,15 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from ...core.problems import raise_problems
 from ..compat.patches import Original
 from ..inner_module import our_chunks
-from .group_options import NEITHER, OVERRIDE, USE_CHECKPOINT, differences
+from .group_options import NEITHER, OVERRIDE, USE_CHECKPOINT, differences, schedule_remarks
 
 _SCHEDULE = "_fsdp_schedule"
 """Attribute of an optimizer: the flag of its scheduler."""
@@ -30,6 +33,13 @@ def _ours(optimizer: Any) -> list[Any]:
     return [part for part in parts if our_chunks(part)]
 
 
+def require_same_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """One ValueError that lists each value of a checkpoint's schedule that differs from the
+    scheduler's, with flags, if no flag of the scheduler says which schedule is taken."""
+    if _flag_of(scheduler) == NEITHER:
+        raise_problems("The checkpoint's schedule", differences(scheduler.state_dict(), saved))
+
+
 # In the place of core's functions (`compat/table.py`).
 
 
@@ -41,10 +51,13 @@ def _init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _load(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Loads a schedule. Where no flag says which one is taken, core asserts that each value is the
-    same. Here one ValueError lists all that differ, with flags."""
-    if _flag_of(self) == NEITHER and _ours(self.optimizer):
-        raise_problems("The checkpoint's schedule", differences(self.state_dict(), state_dict))
+    """Loads a schedule; rank 0 prints what changes. Where no flag says which one is taken, core
+    asserts that each value is the same. Here one ValueError lists all that differ, with flags."""
+    if _ours(self.optimizer):
+        require_same_schedule(self, state_dict)
+        if dist.get_rank() == 0:
+            for line in schedule_remarks(self.state_dict(), state_dict, _flag_of(self)):
+                print(f"schedule: {line}", flush=True)
     original(self, state_dict)
 
 
