@@ -95,10 +95,9 @@ def test_prose_of_a_page_is_short_and_plain(page: str) -> None:
 def test_pages_for_users_are_short_together_and_name_no_tests() -> None:
     texts = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
     assert sum(len(text.split()) for text in texts.values()) <= MAX_WORDS_OF_USERS
-    with_tests = {name for name, text in texts.items() if "tests/" in text}
-    assert with_tests <= {"elastic.md"}
+    assert {name for name, text in texts.items() if "tests/" in text} == set()
     no_end = {name for name, text in texts.items() if "\n## What next\n" not in text}
-    assert no_end <= {"api.md", "elastic.md", "index.md"}
+    assert no_end <= {"api.md", "index.md"}
 
 
 def test_docstrings_comments_and_messages_are_plain() -> None:

@@ -30,7 +30,12 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
 )
 from megatron_fsdp_adapter.checkpoint.convert.run_config import RUN_CONFIG
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState
-from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
+from megatron_fsdp_adapter.checkpoint.digests import (
+    Progress,
+    check_folder,
+    read_digests,
+    silent,
+)
 
 _READ_AND_CONTENTS = {
     FSDP_DTENSOR: (fsdp_dtensor.read, fsdp_dtensor.contents),
@@ -93,12 +98,14 @@ def convert(
     Raises:
         FileNotFoundError: there is no such checkpoint. Nothing is written.
         ValueError: the checkpoint cannot be converted, or `target` exists. Nothing is written.
-            Also, during the conversion: data are damaged, or another job saves into `target`.
+            Also, during the conversion: data without digests are damaged, or another job saves
+            into `target`.
     """
     _check_format(target_format)
     _check_target(target)
     opened, state = open_state(source, iteration, weights_only)
     with _naming(source):
+        _check_digests(opened.folder)
         if state.style is None:
             raise ValueError(
                 "the checkpoint has no training arguments, by which modules of the model are "
@@ -162,6 +169,16 @@ def _naming(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_digests(folder: Path) -> None:
+    """Raises ValueError if a file of `folder` differs from its digest: the result would have the
+    damage, and digests of its own."""
+    recorded = read_digests(folder)
+    problems = [] if recorded is None else check_folder(folder, recorded)
+    if problems:
+        more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
+        raise ValueError(f"{folder} is damaged: {problems[0]}{more}. Copy it again")
 
 
 HUGGING_FACE = ("huggingface", "hf", "safetensors")

@@ -86,7 +86,7 @@ _SWITCHES = {
 }
 
 REPLICAS: Flags = {
-    INSTANCES: {"type": int, "metavar": "N", "help": "replicas of the shards; default: 1"},
+    INSTANCES: {"type": int, "metavar": "N", "help": "replicas of all shards; default: 1"},
     OUTER: {
         "choices": list(OUTER_STRATEGIES),
         "help": "whether replicas split main weights and optimizer state again; default: no_shard",
@@ -108,7 +108,7 @@ RUN: Flags = {
         "type": int,
         "default": 1,
         "metavar": "N",
-        "help": "shards; default: %(default)s",
+        "help": "data-parallel ranks, those of all replicas; default: %(default)s",
     },
     TENSOR_RANKS: {
         "type": int,

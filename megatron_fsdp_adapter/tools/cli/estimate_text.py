@@ -76,7 +76,7 @@ def _strategy_rows(
             rows.append((f"units with {what} unsharded over a step", "", *cells))
     if memory_gib is not None:
         cells = ["yes" if entry["fits"] else "no" for entry in found]
-        rows.append(("fits", f"{memory_gib:g} GiB", *cells))
+        rows.append(("fits before activations", f"{memory_gib:g} GiB", *cells))
     return rows
 
 

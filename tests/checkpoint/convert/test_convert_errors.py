@@ -189,6 +189,12 @@ def _another_dcp_folder(root: Path) -> Path:
 # half-written, truncated, corrupt
 
 
+@case("a bit of a tensor", "torch_dist", "is damaged: .*distcp: differs from its digest")
+def _a_bit_of_a_tensor(root: Path) -> Path:
+    convert(torch_dist(root.with_name("second")), root, "fsdp_dtensor")
+    return data(root, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+
+
 @case("no .metadata", "torch_dist", "no .metadata file")
 def _no_metadata(root: Path) -> Path:
     fsdp(root)
