@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _PACKAGE = __name__.partition(".")[0]
 
 
+class MissingPackage(ValueError):
+    """Raised if a package is not installed that Megatron-LM imports."""
+
+
 def run(argv: Sequence[str]) -> int:
     """Runs the script `argv[0]` with the arguments after it; returns 0, or 2 if there is no such
     file. Exceptions of the script, including SystemExit, propagate."""
@@ -98,11 +102,17 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
     # Before CUDA is initialized, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
-    arguments = _megatron_arguments()
+    is_megatron_lm = asks or (folder / "megatron" / "training").is_dir()
+    try:
+        arguments = _megatron_arguments()
+    except MissingPackage as error:
+        if is_megatron_lm:
+            megatron_lm.refuse(f"megatron_fsdp_adapter: {error}")
+        # A script on megatron-core does not need what Megatron-LM's modules in its wheel import.
+        arguments = None
     from .installation import install, uninstall
 
     _refuse_mixture(folder)
-    is_megatron_lm = asks or (folder / "megatron" / "training").is_dir()
     at_once = arguments is None or not is_megatron_lm
     if arguments is not None:
         on_other = uninstall if at_once else lambda: None
@@ -117,7 +127,7 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         ValueError: there is no such script, no Megatron-LM beside it or on the path, or an argument
-            is wrong.
+            is wrong, or a package is missing that Megatron-LM imports.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
@@ -143,14 +153,18 @@ def _raise(message: str) -> NoReturn:
 
 
 def _megatron_arguments() -> ModuleType | None:
-    """Megatron-LM's module of arguments; None if there is no Megatron-LM."""
+    """Megatron-LM's module of arguments; None if there is no Megatron-LM. Raises MissingPackage."""
     try:
         return importlib.import_module("megatron.training.arguments")
     except ModuleNotFoundError as error:
-        # Another missing package is an error of the user's environment.
-        if error.name not in ("megatron", "megatron.training"):
-            raise
-        return None
+        if error.name in ("megatron", "megatron.training"):
+            return None
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "megatron"):
+            raise  # no package to install: a part of Megatron is missing
+        raise MissingPackage(
+            f"{package} is not installed, but Megatron-LM imports it. Run pip install {package}"
+        ) from error
 
 
 def _refuse_mixture(folder: Path) -> None:

@@ -231,6 +231,17 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         start("python", facts, str(current / "b"), python=(), cwd=current)
         # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
         start("only here", str(tail), python=("-S", *RUNNER), PYTHONPATH=packages)
+        # A Megatron-LM that imports a package which is absent.
+        lacking = tmp_path_factory.mktemp("lacking") / "checkout"
+        shutil.copytree(script.parent, lacking)
+        with (lacking / "megatron" / "training" / "arguments.py").open("a") as file:
+            file.write("import absent_package.part\n")
+        lacks = str(lacking / "train.py")
+        start("lacking", lacks, FLAG)
+        start("lacking, no flag", lacks)
+        start("lacking, doctor", "doctor", lacks, FLAG)
+        start("lacking, proof", "doctor", "--prove", lacks, FLAG)
+        start("lacking, own", str(own), PYTHONPATH=f"{ROOT}{os.pathsep}{lacking}")
         start("another core", str(core / "train.py"), python=BESIDE_ANOTHER)
         yield lambda name: started[name].result()
 
@@ -250,6 +261,8 @@ TOLD: dict[str, tuple[int, tuple[str, ...], str]] = {
     # the script.
     "elsewhere": (7, ("wrapper False\n",), ""),
     "elsewhere, flag": (7, ("wrapper True\n",), ""),
+    # Megatron-LM's modules on the path, of which the script needs nothing.
+    "lacking, own": (0, ("True\n",), ""),
     # The package stays on the path, behind everything else.
     "only here": (0, ("True\n",), ""),
     # `megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
@@ -309,6 +322,26 @@ def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> Non
     assert both.stderr.count(f"train.py: {says}") == 2, both.stderr
     assert f"\ntrain.py: {says}\n" in f"\n{both.stderr}", both.stderr
     assert says in both.stderr.splitlines()[-2], both.stderr
+
+
+LACKING = {
+    "lacking": "megatron_fsdp_adapter",
+    "lacking, no flag": "megatron_fsdp_adapter",
+    "lacking, doctor": "doctor",
+    "lacking, proof": "doctor --prove",
+}
+"""A run, and the command that its message names."""
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_package_that_megatron_lm_lacks_is_one_line(runs: Runs, name: str) -> None:
+    """Before: a traceback of Megatron-LM's imports."""
+    done = runs(name)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    says = "absent_package is not installed, but Megatron-LM imports it."
+    remedy = "Run pip install absent_package"
+    assert done.stderr.splitlines()[-1] == f"{LACKING[name]}: {says} {remedy}"
 
 
 def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
