@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.lib.elastic.replica import RANKS, Options
-from tests.lib.elastic.run import Lighthouse, Replica, all_take, wait_until
+from tests.lib.elastic.run import Lighthouse, Replica, all_take, running, wait_until
 from tests.lib.elastic.watched import REPLICAS, kill_at_random
 from tests.lib.integration.lm_runs import (
     NO_KERNELS,
@@ -124,13 +124,8 @@ class LmReplica(Replica):
 def lm_replicas(count: int, options: LmOptions) -> Iterator[list[LmReplica]]:
     """That many replicas, which are started; killed at the end of the block."""
     found = [LmReplica(replace(options, replica=number)) for number in range(count)]
-    try:
-        for one in found:
-            one.start()
+    with running(found):
         yield found
-    finally:
-        for one in found:
-            one.kill()
 
 
 def plan_of(found: Sequence[Replica]) -> Plan:

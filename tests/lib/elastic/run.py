@@ -145,16 +145,23 @@ class Lighthouse:
 
 
 @contextlib.contextmanager
-def replicas(count: int, options: Options) -> Iterator[list[Replica]]:
-    """That many replicas, which are started; killed at the end of the block."""
-    found = [Replica(replace(options, replica=number)) for number in range(count)]
+def running(found: Sequence[Replica]) -> Iterator[None]:
+    """Starts these replicas, and kills them at the end of the block."""
     try:
         for one in found:
             one.start()
-        yield found
+        yield
     finally:
         for one in found:
             one.kill()
+
+
+@contextlib.contextmanager
+def replicas(count: int, options: Options) -> Iterator[list[Replica]]:
+    """That many replicas, which are started; killed at the end of the block."""
+    found = [Replica(replace(options, replica=number)) for number in range(count)]
+    with running(found):
+        yield found
 
 
 def wait_until(
