@@ -6,6 +6,7 @@
 # Usage: bash scripts/quickstart.sh          writes to runs/quickstart (or $OUT)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export CUDA_VISIBLE_DEVICES= # it trains on CPUs: two processes would need two GPUs
 unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 out=${OUT:-runs/quickstart}
 processes=2

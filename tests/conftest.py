@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ GRACE_S = 5.0
 """For processes that are about to end when the last test has."""
 READS_RUNS = "tests/scripts/"
 """A folder whose files read the same runs."""
+ON_GPUS = (
+    "tests/gpu",
+    "tests/integration/test_fsdp2_tests.py",
+    "tests/integration/test_peer_tests.py",
+)
+"""Tests that use GPUs where there are some. All others are written for CPUs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,7 +125,17 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash.setdefault(LEFT, []).extend(left)
 
 
+def are_on_gpus(paths: Sequence[str], root: Path) -> bool:
+    """True if all these arguments of a run are tests that use GPUs."""
+    files = [Path(os.path.abspath(path.partition("::")[0])) for path in paths]
+    places = [root / place for place in ON_GPUS]
+    return all(any(file.is_relative_to(place) for place in places) for file in files)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # CPU mode refuses to start beside a GPU, and ranks of gloo would take it for theirs.
+    if not are_on_gpus(config.args, config.rootpath):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.stash[MARK], os.environ[strays.VARIABLE] = strays.new_mark()
     config.stash[GUARD] = strays.guard(config.stash[MARK])
 

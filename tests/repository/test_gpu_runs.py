@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import are_on_gpus
 from tests.gpu import __main__ as gpu
 from tests.lib.gpu import gpu_ranks, journal, shards
 from tests.lib.gpu.shards import FAILED, HUNG, PASSED, SKIPPED
 
 CHECKS = ()  # of tests/gpu
+ROOT = Path(__file__).parents[2]
 
 TESTS = """
 import time, pytest, pathlib
@@ -121,3 +123,25 @@ def test_a_check_that_fails_loses_only_itself(
                 outcomes.expect(word)
         else:
             outcomes.expect(word)
+
+
+def test_gpus_are_hidden_from_tests_that_are_for_cpus() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("paths", "on_gpus"),
+    [
+        (("tests",), False),
+        (("tests/core", "tests/gpu"), False),
+        (("tests/gpu",), True),
+        ((f"{ROOT}/tests/gpu/test_gpu_waits.py::test_a_name[one::two]",), True),
+        (("tests/integration/test_peer_tests.py", "tests/gpu"), True),
+        (("tests/integration/test_megatron_lm.py",), False),
+    ],
+)
+def test_gpus_are_visible_to_tests_that_use_them(
+    paths: tuple[str, ...], on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert are_on_gpus(paths, ROOT) is on_gpus

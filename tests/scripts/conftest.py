@@ -14,10 +14,6 @@ sys.path.insert(0, str(SCRIPTS))
 @pytest.fixture
 def cpu_mode_off() -> Iterator[None]:
     """CPU mode off for the test, and afterwards as it was before."""
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("CPU mode is not available with CUDA")
     from megatron_fsdp_adapter.launch import cpu_mode
     from tests.lib.ranks.on_the_cpu import cpu_mode_enabled
 

@@ -54,7 +54,6 @@ def run_script(
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), found_before])
     environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONWARNINGS"] = "ignore"
-    environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(
         command,
         env=environment,

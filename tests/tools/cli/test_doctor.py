@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from megatron.core.optimizer import optimizer_config
 
 from megatron_fsdp_adapter.megatron.compat import core_support
@@ -57,7 +56,6 @@ GRAPHS = "cuda_graph_impl='local'"
 SLOTS = "fsdp_double_buffer=True"
 KEPT = "data_parallel_sharding_strategy='optim'"
 EP_3 = "expert_model_parallel_size=3"
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this GPU may compute it")
 JUDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "FP4": (
         (
@@ -85,15 +83,7 @@ JUDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Options, and what the lines that refuse them have."""
 
 
-CASES = []
-for name in JUDGED:
-    if "this machine" in name:
-        CASES.append(pytest.param(name, marks=ON_CPU))
-    else:
-        CASES.append(name)
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JUDGED)
 def test_a_configuration_is_judged(name: str, capsys: Any) -> None:
     options, texts = JUDGED[name]
     sets = [f"--set={one}" for one in options]
