@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .unknown import unknown
+from .unknown import of_others, unknown
 
 PROGRAM = "megatron-fsdp-adapter"
 """The console script of an installed package."""
@@ -16,7 +16,12 @@ USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAG
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that suggests the option that an unknown one may mean."""
+    """A parser that says which command takes an unknown option, or suggests the one that it may
+    mean."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.of_others: Mapping[str, Sequence[str]] = {}  # option -> the commands that take it
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -24,6 +29,9 @@ class Parser(argparse.ArgumentParser):
         given, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].partition("=")[0]
+            if name in self.of_others:
+                command = self.prog.split()[-1]
+                self.error(of_others(name, command, self.of_others[name]))
             kind = "option" if name.startswith("-") else "argument"
             self.error(unknown(kind, name, self._option_string_actions))
         return given

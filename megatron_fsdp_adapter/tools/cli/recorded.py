@@ -77,7 +77,8 @@ def _option(action: argparse.Action) -> dict[str, Any]:
 
 def parser_of(command: str) -> Parser:
     """The parser of a command, from the record."""
-    record = json.loads(FILE.read_text())[command]
+    records = json.loads(FILE.read_text())
+    record = records[command]
     more: dict[str, Any] = {"usage": record["usage"]}
     if record["argument_default"] == argparse.SUPPRESS:
         more["argument_default"] = argparse.SUPPRESS  # which argparse knows by its identity
@@ -95,7 +96,19 @@ def parser_of(command: str) -> Parser:
             if isinstance(arguments.get("metavar"), list):
                 arguments["metavar"] = tuple(arguments["metavar"])
             where.add_argument(*names, **arguments)
+    parser.of_others = _takers(records)
     return parser
+
+
+def _takers(records: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Option -> the commands that take it."""
+    found: dict[str, list[str]] = {}
+    for command, record in records.items():
+        for group in record["groups"]:
+            for option in group["options"]:
+                for name in option["names"]:
+                    found.setdefault(name, []).append(command)
+    return found
 
 
 def check(command: str, argv: Sequence[str]) -> None:

@@ -35,6 +35,9 @@ def test_a_recorded_parser_says_what_the_command_does(command: str) -> None:
         (["plan", "--gpus", "x"], 2, "argument --gpus: invalid int value: 'x'"),
         (["estimate", "--optimizer", "sgd"], 2, "invalid choice: 'sgd'"),
         (["inspect", "folder", "--key"], 2, "Did you mean `--keys`?"),
+        (["plan", "--rank", "0"], 2, "`--rank` is an option of `estimate`, not of `plan`. See"),
+        (["estimate", "--gpus=8"], 2, "`--gpus` is an option of `plan`, not of `estimate`. See"),
+        (["inspect", "a", "--preset", "x"], 2, "of `doctor` and `estimate` and `plan`, not of"),
         (["convert", "a"], 2, "required: target, --to"),
     ],
 )
