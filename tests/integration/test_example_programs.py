@@ -1,7 +1,7 @@
 """The programs in examples/ that are above other packages: they train on two ranks and say that the
 model is sharded, or the package reads what they give it.
 
-Opt-in by what is installed: see docs/test_runs.md.
+Opt-in by what is installed: see docs/contributing/test_runs.md.
 """
 
 from __future__ import annotations
