@@ -67,10 +67,11 @@ def _default(option: Option) -> str:
 
 
 def options() -> str:
-    """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks."""
+    """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks. The page lists those
+    without effect in a section of their own."""
     rows = []
     for one in OPTIONS:
-        if not one.help and one.in_core:
+        if not one.help and (one.in_core or not one.use):
             continue
         flag = f"`{one.flag}`" if one.help else "-"
         argument = f"`{one.plain}`" if one.plain else "-"
@@ -152,24 +153,27 @@ ORIGINS = {
 }
 
 
-def _origins(options: Iterable[group_options.Origin]) -> str:
+def _origins(options: Iterable[group_options.Origin]) -> list[tuple[str, ...]]:
     rows = []
     for one in options:
         if not one.flags and one.source in (group_options.RUN, group_options.CHECKPOINT):
             continue  # the page says in a sentence where they come from
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
         rows.append((f"`{one.name}`", one.meaning, flags or "-", *ORIGINS[one.source]))
-    return _table(("option", "meaning", "set by", "neither", "override", "use checkpoint"), rows)
+    return rows
 
 
 def group_origins() -> str:
     """A row for each option of a parameter group: where a resumed run takes it from."""
-    return _origins(group_options.GROUP_OPTIONS)
+    head = ("option", "meaning", "set by", "neither", "override", "use checkpoint")
+    return _table(head, _origins(group_options.GROUP_OPTIONS))
 
 
 def schedule_origins() -> str:
-    """The same for the values of core's scheduler."""
-    return _origins(group_options.SCHEDULE_OPTIONS)
+    """A row for each value of core's scheduler. The page says in a sentence where they come from:
+    saved values are `EQUAL`, others the run's."""
+    rows = _origins(group_options.SCHEDULE_OPTIONS)
+    return _table(("option", "meaning", "set by"), (row[:3] for row in rows))
 
 
 def tables_of(page: str) -> dict[str, list[list[str]]]:
@@ -201,12 +205,13 @@ def works() -> str:
 
 
 def config_fields() -> str:
-    """The fields of contributing/fields.md with which there is something to do, without tests."""
+    """The fields of contributing/fields.md that work, without tests. The page has those of the DDP
+    config in its first tables, and refusals are in another."""
     texts = []
     for title, fields in tables_of("fields.md").items():
-        if title not in ("MLATransformerConfig", "Fields by release"):
-            rows = [tuple(map(_of_users, row[:3])) for row in fields if row[0] != "nothing to do"]
-            head = ("state", "fields", "effect or reason")
+        if title in ("TransformerConfig", "OptimizerConfig"):
+            rows = [tuple(map(_of_users, row[1:3])) for row in fields if row[0] == "works"]
+            head = ("fields", "effect")
             texts.append(f"### {title}\n\n{_markdown(head, rows)}\n")
     return "\n".join(texts)
 
