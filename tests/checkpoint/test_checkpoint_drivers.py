@@ -17,6 +17,11 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
 from megatron_fsdp_adapter.megatron.checkpoint.checkpoint_drivers import wrapped_to_evaluate
+from megatron_fsdp_adapter.megatron.optimizer.group_options import (
+    NEITHER,
+    OVERRIDE,
+    USE_CHECKPOINT,
+)
 from tests.lib.checkpoint import drivers
 from tests.lib.checkpoint.checkpoint_cases import same
 from tests.lib.checkpoint.drivers import CASE, asked_state, load_by_driver
@@ -209,6 +214,29 @@ def test_a_checkpoint_without_an_optimizer_is_one_short_error(
     dcp.save(state, checkpoint_id=tmp_path / "saved")
     with pytest.raises(ValueError, match="has no optimizer state.*Add --no-load-optim"):
         load_by_driver(driver, tmp_path / "saved", asked_state(trainer))
+
+
+SAVED_SCHEDULE = {"max_lr": 1e-3, "min_lr": 1e-4, "lr_decay_steps": 40, "num_steps": 8}
+
+
+@pytest.mark.parametrize("flag", [NEITHER, OVERRIDE, USE_CHECKPOINT])
+def test_another_rate_and_schedule_are_one_error_without_a_flag(
+    driver: ModuleType, trainer: Trainer, tmp_path: Path, flag: str
+) -> None:
+    folder = _saved(trainer, tmp_path / "saved", opt_param_scheduler=SAVED_SCHEDULE)
+    own = SAVED_SCHEDULE | {"max_lr": 5e-3, "lr_decay_steps": 80, "num_steps": 0}
+    state = asked_state(trainer, opt_param_scheduler=own)
+    if flag:
+        found = load_by_driver(driver, folder, state, **{flag: True})
+        assert found["opt_param_scheduler"] == SAVED_SCHEDULE
+        return
+    with pytest.raises(ValueError, match="The checkpoint's schedule") as caught:
+        load_by_driver(driver, folder, state)
+    _, *lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "  - max_lr=0.005 (--lr)",
+        "  - lr_decay_steps=80 (--lr-decay-iters, --train-iters, --global-batch-size)",
+    ]
 
 
 def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_path: Path) -> None:

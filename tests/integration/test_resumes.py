@@ -88,8 +88,8 @@ TOLD = "optimizer state: "
 RESUMES = (
     Resume(""),
     # The learning rate.
-    Resume(FASTER, STOP, ("max_lr=0.005 (--lr or", "has 0.001", "min_lr=0.0005", OVERRIDE)),
-    Resume("--min-lr 5e-4", STOP, ("min_lr=0.0005 (--min-lr or", "has 0.0001")),
+    Resume(FASTER, STOP, ("max_lr=0.005 (--lr)", "has 0.001", "min_lr=0.0005", OVERRIDE)),
+    Resume("--min-lr 5e-4", STOP, ("min_lr=0.0005 (--min-lr)", "has 0.0001")),
     Resume(f"{FASTER} {OVERRIDE}", RUNS, (f"{TOLD}max_lr=0.005 of this run, not 0.001",)),
     Resume(f"{FASTER} {CHECKPOINTS}", OLD, (f"{TOLD}max_lr=0.001 of the checkpoint, not 0.005",)),
     Resume(f"{FASTER} {OVERRIDE}", RUNS, base=OWN_RATE),
@@ -97,6 +97,7 @@ RESUMES = (
     *_flagged("--lr-decay-style cosine", "lr_decay_style='cosine' (--lr-decay-style)", "'linear'"),
     *_flagged("--lr-decay-iters 20", "lr_decay_steps=80 (--lr-decay-iters", "has 40"),
     *_flagged(WARM, "lr_warmup_steps=16 (--lr-warmup-iters", "has 0"),
+    Resume(f"{FASTER} --train-iters 8", STOP, ("max_lr=0.005 (--lr)", "wd_incr_steps=32")),
     *_flagged("--train-iters 8", "wd_incr_steps=32 (--train-iters", "has 24"),
     *_flagged("--weight-decay 0.3", "start_wd=0.3 (--weight-decay", "end_wd=0.3", "has 0.01"),
     *_flagged(GROWING, "wd_incr_style='linear' (--weight-decay-incr-style)", "end_wd=0.3"),

@@ -16,6 +16,8 @@ it are wrapped for what it does not do:
 - One error for all keys that the checkpoint lacks or has in another shape, and for layers that no
   rank has (`strictness.py`). Torch's names only the first key, and nothing that no rank has.
 - A resume with `--no-save-optim`, or from a checkpoint that was saved with it. The error says so.
+- Another schedule without a flag that says which one is taken. One error lists all differences. The
+  optimizer, which is loaded before the scheduler, refuses another learning rate by itself.
 
 Nothing is imported: Megatron-LM and Megatron-Bridge are used if they are loaded.
 """
@@ -53,6 +55,7 @@ from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.patches import Original
 from ..compat.table import BRIDGE, LM
+from ..optimizer.param_scheduler import flag_of, require_same_values
 from ..options.load_folders import RELEASE
 from ..options.rules import is_on
 from . import generators
@@ -71,6 +74,7 @@ from .strictness import (
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
+_SCHEDULE = "opt_param_scheduler"
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,15 @@ class Asked:
     """A request to read a checkpoint.
 
     folder: of the checkpoint; is_strict: missing keys are an error; strictness: of
-    `dist_ckpt_strictness`; vocab_size: tokens without padding, None where it is not known.
+    `dist_ckpt_strictness`; vocab_size: tokens without padding, None where it is not known;
+    schedule: the scheduler's flag, as of `flag_of`, None where it is not known.
     """
 
     folder: Path
     is_strict: bool
     strictness: Strictness
     vocab_size: int | None
+    schedule: str | None
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ def _of_megatron_lm(call: Mapping[str, Any]) -> Asked:
         is_on(args, LENIENT),
         strictness_of(getattr(args, OPTION, None)),
         getattr(tokenizer, "vocab_size", None),
+        flag_of(args),
     )
 
 
@@ -122,12 +129,15 @@ def _of_bridge(call: Mapping[str, Any]) -> Asked:
     folder = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
     if folder is None:
         folder = module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
-    model_config = getattr(call.get("cfg"), "model", None)
+    config = call.get("cfg")
+    model_config = getattr(config, "model", None)
+    scheduler_config = getattr(config, "scheduler", None)
     return Asked(
         Path(folder),
         is_on(call["ckpt_cfg"], LENIENT),
         strictness_of(getattr(call["ckpt_cfg"], OPTION, None)),
         getattr(model_config, "vocab_size", None),
+        None if scheduler_config is None else flag_of(scheduler_config),
     )
 
 
@@ -197,10 +207,13 @@ def _load(
         module: Any = sys.modules[LM]
         states = module.get_rng_state(call.arguments["args"].ckpt_format, None, None)
         wanted = {**wanted, _RNG: states}
+    own_schedule = dict(wanted.get(_SCHEDULE, {}))  # the read puts the saved values into it
     prepared, rank = agreed(wanted, asked)
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     if state is not None:
+        if asked.schedule is not None:
+            require_same_values(own_schedule, state.get(_SCHEDULE, {}), asked.schedule)
         state = _as_asked(state, wanted, rank)
     return (state, *others)
 

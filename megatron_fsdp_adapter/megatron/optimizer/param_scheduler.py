@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...core.problems import raise_problems
 from ..compat.patches import Original
 from ..inner_module import our_chunks
+from ..options.rules import is_on
 from .group_options import NEITHER, OVERRIDE, USE_CHECKPOINT, differences, schedule_remarks
 
 _SCHEDULE = "_fsdp_schedule"
@@ -36,8 +37,21 @@ def _ours(optimizer: Any) -> list[Any]:
 def require_same_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
     """One ValueError that lists each value of a checkpoint's schedule that differs from the
     scheduler's, with flags, if no flag of the scheduler says which schedule is taken."""
-    if _flag_of(scheduler) == NEITHER:
-        raise_problems("The checkpoint's schedule", differences(scheduler.state_dict(), saved))
+    require_same_values(scheduler.state_dict(), saved, flag_of(scheduler))
+
+
+def require_same_values(wanted: Mapping[str, Any], saved: Mapping[str, Any], flag: str) -> None:
+    """`require_same_schedule` for the values of a scheduler, and its flag."""
+    if flag == NEITHER:
+        raise_problems("The checkpoint's schedule", differences(wanted, saved))
+
+
+def flag_of(options: Any) -> str:
+    """The flag of a scheduler, or of the options that one is made of."""
+    for name in (OVERRIDE, USE_CHECKPOINT):
+        if is_on(options, name):
+            return name
+    return NEITHER
 
 
 # In the place of core's functions (`compat/table.py`).
@@ -47,7 +61,7 @@ def _init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the scheduler, and leaves its flag with the optimizers of ours."""
     original(self, *args, **kwargs)
     for part in _ours(self.optimizer):
-        setattr(part, _SCHEDULE, _flag_of(self))
+        setattr(part, _SCHEDULE, flag_of(self))
 
 
 def _load(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
@@ -56,13 +70,6 @@ def _load(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     if _ours(self.optimizer):
         require_same_schedule(self, state_dict)
         if dist.get_rank() == 0:
-            for line in schedule_remarks(self.state_dict(), state_dict, _flag_of(self)):
+            for line in schedule_remarks(self.state_dict(), state_dict, flag_of(self)):
                 print(f"schedule: {line}", flush=True)
     original(self, state_dict)
-
-
-def _flag_of(scheduler: Any) -> str:
-    for name in (OVERRIDE, USE_CHECKPOINT):
-        if getattr(scheduler, name):
-            return name
-    return NEITHER
