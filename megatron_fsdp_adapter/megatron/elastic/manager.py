@@ -62,14 +62,18 @@ def _made(lighthouse: str, device: torch.device, minutes: float) -> Any:
             "megatron-fsdp-adapter[elastic]"
         ) from error
     kind = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
+    patience = timedelta(minutes=minutes)
     return torchft.Manager(
         pg=_counting(kind)(),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
         use_async_quorum=False,
+        # A replica that sends its state ends if that takes longer. Reductions have a limit of their
+        # own, which the steps set (`limit.py`).
+        timeout=patience,
         # The first quorum waits for replicas that are still starting.
-        quorum_timeout=timedelta(minutes=minutes),
+        quorum_timeout=patience,
         lighthouse_addr=address(lighthouse),
         replica_id=socket.gethostname(),
         store_addr=_reachable(os.environ["MASTER_ADDR"]),

@@ -9,7 +9,9 @@ state of another one; the loop then begins again at the iteration of that state.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import megatron.core
@@ -26,6 +28,7 @@ from ...elastic.state import ReplicaState
 from ..inner_module import ours_among
 from .data import MovableLoader, StepStart
 from .handed_over import Counts, Generators, Schedule, code_of, shared_arguments
+from .limit import ReductionLimit
 
 NAME = "megatron_fsdp_adapter"
 
@@ -64,6 +67,8 @@ class ElasticRun:
         self._has_stepped = False  # whether this process has committed a step
         self._quorums = 0  # of those that torchft's group had, how many are known
         self._next: StepStart | None = None  # where the loader is; None if it must be moved
+        # How long replicas wait for each other, at most as long as ranks of one job do.
+        self._limit = ReductionLimit(60.0 * args.distributed_timeout_minutes)
         inner = inner_optimizer(optimizer)
         self._facts = self._facts_of(inner)
         others: dict[str, Any] = {
@@ -109,8 +114,10 @@ class ElasticRun:
             get_rerun_state_machine().current_iteration = args.curr_iteration
             place = self._move_training()
             self._committed = None
+            begin = time.monotonic()
             result = attempt()
             if self._committed:
+                self._limit.committed(time.monotonic() - begin)
                 self._has_stepped = True
                 samples = self._samples_of_replica()
                 self._next = place._replace(consumed=place.consumed + samples * place.replicas)
@@ -119,6 +126,7 @@ class ElasticRun:
             if self._committed is not False:
                 return result
             self._next = None
+            self._limit.failed()
             error = self.manager.errored()
             reason = "a rank has failed" if error is None else error.original_exception
             self._say(f"iteration {args.curr_iteration + 1} is repeated: {reason}")
@@ -130,6 +138,8 @@ class ElasticRun:
         self._show_shards()
         self._state.take_snapshot()
         self._drawn = self._generators.state_dict()
+        # With gloo it holds from the next change of the quorum on, which each failure brings.
+        self.manager._pg.set_timeout(timedelta(seconds=self._limit.seconds))
         self.manager.start_quorum()
         raise_refusal(self.manager)
         self._is_begun = True

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from tests.lib.elastic.replica import RANKS, Options
 from tests.lib.elastic.run import Lighthouse, Replica, all_take, running, wait_until
-from tests.lib.elastic.watched import REPLICAS, kill_at_random
+from tests.lib.elastic.watched import REPLICAS, time_kills
 from tests.lib.integration.lm_runs import (
     NO_KERNELS,
     SMALL,
@@ -62,6 +61,8 @@ class LmOptions(Options):
     # Of a run without torchft, and the port of the store in which its replicas meet.
     plan: Plan | None = None
     store: int = 0
+    # Longer than a step takes on a machine that does other things.
+    timeout_s: float = 10.0
 
 
 class _Process(Rank):
@@ -162,7 +163,8 @@ def check_as_planned(found: Sequence[LmReplica]) -> None:
             flags=f"{found[0].options.flags} --exit-interval {len(plan)}",
         )
         with lm_replicas(REPLICAS, options) as planned:
-            wait_until(planned, lambda: all(None not in one.codes for one in planned), 600.0)
+            seconds = 300.0 + 2.0 * len(plan)
+            wait_until(planned, lambda: all(None not in one.codes for one in planned), seconds)
             for one, other in zip(found, planned, strict=True):
                 for rank in range(RANKS):
                     expected = {line["step"]: line for line in other.committed(rank)}
@@ -198,8 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = LmOptions(folder, checkout=checkout)
         with watched(options) as (found, _):
-            for times in kill_at_random(found, given.kills, random.Random(given.seed)):
-                print("{:.2f} s to the next step, {:.2f} s until all".format(*times), flush=True)
+            time_kills(found, given.kills, given.seed)
         steps = max(one.last_step for one in found) + 1
         left_out = [sum(not line["committed"] for line in one.log()) for one in found]
         if given.record:

@@ -65,8 +65,12 @@ class PlannedManager:
         self._states: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         # What was called, by name, in this attempt.
         self.calls: list[str] = []
+        # The seconds that reductions of each attempt may take, if they were set.
+        self.limits: list[float] = []
         # In the place of the process group, which counts quorums.
-        self._pg = SimpleNamespace(quorums=0)
+        self._pg = SimpleNamespace(
+            quorums=0, set_timeout=lambda limit: self.limits.append(limit.total_seconds())
+        )
 
     @property
     def attempt(self) -> Attempt:

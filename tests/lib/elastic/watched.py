@@ -130,6 +130,18 @@ def kill_at_random(
         yield without, time.monotonic() - begin
 
 
+def time_kills(found: Sequence[Replica], kills: int, seed: int) -> None:
+    """Kills at random, and prints the seconds of each kill, their median and the longest."""
+    times = []
+    for of_one in kill_at_random(found, kills, random.Random(seed)):
+        times.append(of_one)
+        print("{:.2f} s to the next step, {:.2f} s until all".format(*of_one), flush=True)
+    columns = [sorted(column) for column in zip(*times, strict=True)]
+    for name, choose in (("median", len(times) // 2), ("longest", -1)):
+        text = "{:.2f} s to the next step, {:.2f} s until all"
+        print(name, text.format(*(column[choose] for column in columns)), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
@@ -140,17 +152,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = Options(folder, door=given.door, is_async=given.async_quorum)
         with watched(options) as (found, _):
-            times = []
-            for times_of_one in kill_at_random(found, given.kills, random.Random(given.seed)):
-                times.append(times_of_one)
-                print("{:.2f} s to the next step, {:.2f} s until all".format(*times_of_one))
+            time_kills(found, given.kills, given.seed)
         steps = max(one.last_step for one in found) + 1
         left_out = [sum(not line["committed"] for line in one.log()) for one in found]
-    middle = [sorted(column)[len(times) // 2] for column in zip(*times, strict=True)]
     print(
         f"{given.kills} kills, {steps} steps with the planned bits, attempts left out: {left_out}"
     )
-    print("median {:.2f} s to the next step, {:.2f} s until all".format(*middle))
 
 
 if __name__ == "__main__":

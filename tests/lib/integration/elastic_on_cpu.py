@@ -38,7 +38,7 @@ class Told:
     replica: int
     rank: int
     ranks: int
-    # Seconds that each step takes longer, and after which torchft gives up.
+    # Seconds that each step takes longer, and after which a reduction is given up at the earliest.
     pause_s: float
     timeout_s: float
     # Bytes that a file of checkpoints may have; 0 for any number.
@@ -100,6 +100,10 @@ def note_replicas(facts: Told) -> None:
     """Makes torchft's manager know the numbers of the replicas in a quorum."""
     import torchft
 
+    from megatron_fsdp_adapter.megatron.elastic import limit
+
+    limit.SHORTEST = facts.timeout_s
+
     class Manager(torchft.Manager):
         def __init__(self, pg: Any, **given: Any) -> None:
             configure = pg.configure
@@ -109,9 +113,8 @@ def note_replicas(facts: Told) -> None:
                 configure(*args, **options)
 
             pg.configure = noting
-            timeout = timedelta(seconds=facts.timeout_s)
             more = {"replica_id": f"replica_{facts.replica}", "hostname": "127.0.0.1"}
-            super().__init__(pg, **{**given, **more, "timeout": timeout})
+            super().__init__(pg, **{**given, **more})
 
     torchft.Manager = Manager
 
@@ -156,6 +159,9 @@ class PlannedManager:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._step = state_dict["step"]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
 
     def start_quorum(self) -> None:
         planned = self._told.plan[self._step]

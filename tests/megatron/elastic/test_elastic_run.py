@@ -19,6 +19,7 @@ from megatron_fsdp_adapter.core.comm.managed import ReplicaRefused
 from megatron_fsdp_adapter.megatron.elastic import loop, manager, run
 from megatron_fsdp_adapter.megatron.elastic.data import MovableLoader, StepStart
 from megatron_fsdp_adapter.megatron.elastic.handed_over import shared_arguments
+from megatron_fsdp_adapter.megatron.elastic.limit import ReductionLimit
 from megatron_fsdp_adapter.megatron.elastic.run import ElasticRun, LoopMoved
 from tests.lib.elastic.planned import Attempt, PlannedManager
 from tests.lib.gpt.gpt import Trainer, build_trainer, forward_backward
@@ -27,6 +28,7 @@ from tests.lib.gpt.one_layer import CASE, DEVICE, data
 CHECKS = (
     "megatron/elastic/data.py",
     "megatron/elastic/handed_over.py",
+    "megatron/elastic/limit.py",
     "megatron/elastic/loop.py",
     "megatron/elastic/manager.py",
     "megatron/elastic/run.py",
@@ -79,6 +81,7 @@ class Replica:
             data_parallel_size=1,
             seed=1,
             fsdp_elastic="host:1",
+            distributed_timeout_minutes=1,
         )
         self.scheduler = Scheduler(self.trainer.optimizer)
         self.run = ElasticRun(
@@ -138,6 +141,22 @@ def test_a_step_that_fails_is_repeated_with_its_samples_and_random_numbers() -> 
         plain.step()
     for mine, other in zip(weights(replica.trainer), weights(plain.trainer), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_replicas_wait_longer_after_each_failure_until_a_step_is_committed() -> None:
+    replica = Replica([ALONE, FAILS, FAILS, FAILS, ALONE, ALONE])
+    for _ in range(3):
+        replica.step()
+    assert replica.manager.limits == [20.0, 20.0, 40.0, 60.0, 60.0, 20.0]  # a minute at most
+
+
+def test_replicas_wait_as_long_as_their_steps_ask_for() -> None:
+    limit = ReductionLimit(600.0)
+    found = []
+    for took in (1.0, 50.0, 1.0):
+        limit.committed(took)
+        found.append(limit.seconds)
+    assert found == [20.0, 100.0, 20.0]
 
 
 def test_replicas_of_a_step_count_their_samples() -> None:
