@@ -2,6 +2,7 @@
 
     python -m tests.hunt programs --seeds 0:5000 --results runs/hunt.jsonl [--minutes 60]
     python -m tests.hunt cycles --checkout Megatron-LM --seeds 0:500 --results runs/cycles.jsonl
+                                [--device cuda] [--jobs 12] [--trials 0]
     python -m tests.hunt summary --results runs/hunt.jsonl
     python -m tests.hunt run FILE [--side torch] [--checkout Megatron-LM]
     python -m tests.hunt show SEED
@@ -13,14 +14,19 @@ findings that `tests/lib/hunt/known.py` does not list.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from tests.lib.gpu import journal
 from tests.lib.hunt import verdict
-from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
+from tests.lib.hunt.cycle_hunting import MOST_TRIALS, CycleHunt, counts_of, cycle_of
+from tests.lib.hunt.cycles import machine_of, parser_options
 from tests.lib.hunt.grammar import ROWS
-from tests.lib.hunt.hunting import Hunt, hunt, new_findings, summary
+from tests.lib.hunt.hunting import Hunt, hunt, new_findings, seeds_left, summary, write
+from tests.lib.hunt.jobs import lines_of
 from tests.lib.hunt.known import KINDS_OF_KNOWN
 from tests.lib.hunt.programs import generated, listing, program_of
 
@@ -66,8 +72,12 @@ def arguments() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="one program or life cycle, from a file")
     run.add_argument("file", type=Path)
     run.add_argument("--side", choices=("ours", "torch"), default="ours")
-    for one in (programs, run):
+    for one in (programs, cycles, run):
         one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    cycles.add_argument("--jobs", type=int, default=1, help="cycles at once")
+    cycles.add_argument(
+        "--trials", type=int, default=MOST_TRIALS, help="most smaller cycles after a failure"
+    )
     for one in (cycles, run):
         one.add_argument("--checkout", type=Path, required=one is cycles, help="of Megatron-LM")
     show = commands.add_parser("show", help="print the program of a seed")
@@ -75,19 +85,39 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def run_programs(options: argparse.Namespace, is_over: Callable[[], bool]) -> None:
+    """Runs the command `programs`."""
+    without = {*options.without, *(KINDS_OF_KNOWN if options.skip_known else ())}
+    hunter = Hunt(without=without, device=options.device)
+    try:
+        hunt(hunter.looked_at, options.seeds, options.results, is_over)
+    finally:
+        hunter.end()
+
+
+def run_cycles(options: argparse.Namespace, is_over: Callable[[], bool]) -> None:
+    """Runs the command `cycles`."""
+    checkout = options.checkout.resolve()
+    machine = machine_of(options.device)
+    parsers = parser_options(checkout, machine)
+    make = functools.partial(CycleHunt, checkout, machine, options.trials, parsers)
+    seeds = seeds_left(options.seeds, options.results)
+    if options.jobs > 1:
+        for line in lines_of(make, options.jobs, seeds, is_over):
+            write(line, options.results)
+        return
+    hunter = make()
+    try:
+        hunt(hunter.looked_at, seeds, options.results, is_over)
+    finally:
+        hunter.end()
+
+
 def run_hunt(options: argparse.Namespace) -> int:
     """Runs the commands `programs` and `cycles`."""
     end = time.monotonic() + 60 * options.minutes
-    hunter: Hunt | CycleHunt
-    if options.command == "programs":
-        without = {*options.without, *(KINDS_OF_KNOWN if options.skip_known else ())}
-        hunter = Hunt(without=without, device=options.device)
-    else:
-        hunter = CycleHunt(options.checkout.resolve())
-    try:
-        hunt(hunter.looked_at, options.seeds, options.results, lambda: time.monotonic() > end)
-    finally:
-        hunter.end()
+    run = run_programs if options.command == "programs" else run_cycles
+    run(options, lambda: time.monotonic() > end)
     new = new_findings(options.results)
     print(f"{len(new)} new signatures")
     return int(bool(new))
@@ -99,7 +129,7 @@ def run_file(options: argparse.Namespace) -> int:
     cycle = cycle_of(text)
     hunter: Hunt | CycleHunt
     if cycle.statements:
-        hunter = CycleHunt(options.checkout.resolve())
+        hunter = CycleHunt(options.checkout.resolve(), machine_of(options.device))
     else:
         hunter = Hunt(device=options.device)
     try:
@@ -123,6 +153,7 @@ def main() -> int:
         print(listing(generated(options.seed).statements))
         return 0
     print(summary(options.results))
+    print(counts_of(journal.read(options.results)))
     return int(bool(new_findings(options.results)))
 
 

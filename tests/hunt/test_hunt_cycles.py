@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib.hunt import cycle_hunting, verdict
-from tests.lib.hunt.cycle_grammar import LAYOUTS, MODELS, RUNS, SCHEDULES, STOCK, Flags
-from tests.lib.hunt.cycle_hunting import CycleHunt, cycle_of
-from tests.lib.hunt.cycle_verdict import BOTH_STOP, STOCK_STOPS, verdict_of_cycle
+from tests.lib.hunt.cycle_grammar import (
+    LAYOUTS,
+    MODELS,
+    ON_GPUS_LAYOUTS,
+    ON_GPUS_MODELS,
+    ON_GPUS_OURS,
+    ON_GPUS_RUNS,
+    RUNS,
+    SCHEDULES,
+    STOCK,
+    TE,
+    Flags,
+)
+from tests.lib.hunt.cycle_hunting import CycleHunt, counts_of, cycle_of
+from tests.lib.hunt.cycle_verdict import BOTH_STOP, STOCK_STOPS, digits, verdict_of_cycle
 from tests.lib.hunt.cycles import (
+    ON_CPU,
     Done,
+    Machine,
     Stage,
     drawn,
     generated_cycle,
     has_saved,
     known_rows,
+    parser_options,
     stages_of,
     with_stock,
 )
+from tests.lib.hunt.jobs import lines_of
 from tests.lib.hunt.programs import Program, Statement, listing
 from tests.lib.integration.lm_runs import Run
 
@@ -30,7 +47,7 @@ CHECKS = ("checkpoint/convert/conversion.py", "megatron/checkpoint/megatron_save
 
 EVERY_OPTION: dict[str, list[str] | None] = {
     word: ["one", "two"] if row.values is None else None
-    for row in (*MODELS, *RUNS, *SCHEDULES, *LAYOUTS)
+    for row in (*MODELS, *RUNS, *SCHEDULES, *LAYOUTS, *cycle_hunting.ON_GPUS)
     for word in row.text.split()
     if word.startswith("--")
 }
@@ -84,6 +101,40 @@ def test_flags_are_drawn_with_those_that_they_need_and_without_those_that_they_e
     assert {"--expert-model-parallel-size", "--use-checkpoint-args", "--num-experts"} <= seen
 
 
+def test_what_a_machine_lacks_is_not_drawn() -> None:
+    def statements_on(machine: Machine) -> list[tuple[str, str]]:
+        cycles = [generated_cycle(seed, EVERY_OPTION, EVERY_OPTION, machine) for seed in range(150)]
+        return [(one.kind, one.text) for cycle in cycles for one in cycle.statements]
+
+    words_of = {
+        name: {*" ".join(text for _, text in statements_on(machine)).split()}
+        for name, machine in {
+            "cpu": ON_CPU,
+            "one GPU": Machine("cuda", 1),
+            "GPUs": Machine("cuda", 2, frozenset({TE})),
+        }.items()
+    }
+    assert not {"--fsdp-double-buffer", "--sequence-parallel"} & words_of["cpu"]
+    assert not {"--te-rng-tracker", "--sequence-parallel"} & words_of["one GPU"]
+    wanted = {"--fsdp-double-buffer", "--te-rng-tracker", "--sequence-parallel", "--fp8-recipe"}
+    assert wanted <= words_of["GPUs"]
+    worlds = {text for kind, text in statements_on(Machine("cuda", 2)) if kind == "world"}
+    assert worlds == {"1", "2"}
+
+
+def test_flags_of_ours_are_drawn_for_its_own_runs_and_left_out_with_stock() -> None:
+    machine = Machine("cuda", 2, frozenset({TE}))
+    seen = 0
+    for seed in range(150):
+        cycle = generated_cycle(seed, EVERY_OPTION, EVERY_OPTION, machine)
+        assert cycle_of(listing(cycle.statements)) == cycle
+        stages = stages_of(cycle)
+        seen += sum(bool(stage.own) for stage in stages)
+        assert not any(stage.own for stage in stages if stage.wrapper == STOCK)
+        assert not any(stage.own for stage in with_stock(stages))
+    assert seen > 50
+
+
 def test_a_printed_cycle_is_read_again() -> None:
     assert cycle_of(listing(CYCLE.statements)) == CYCLE
     assert cycle_of("net = Net()\n").statements == ()
@@ -133,6 +184,24 @@ def test_a_cycle_is_judged(stock: list[Run], ours: list[Run], outcome: str) -> N
     assert found.outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("device", "flags", "loss", "outcome"),
+    [
+        ("cpu", (), 5.0003, verdict.WRONG),
+        ("cuda", (), 5.0003, verdict.OK),
+        ("cuda", (), 5.001, verdict.WRONG),
+        ("cuda", ("--bf16", "--fp8-format hybrid"), 5.1, verdict.OK),
+    ],
+)
+def test_bounds_depend_on_device_and_dtype(
+    device: str, flags: tuple[str, ...], loss: float, outcome: str
+) -> None:
+    stages = [Stage("optim", 1, "exit", flags)]
+    sides = Done([Run(0, log(5.0))]), Done([Run(0, log(loss))])
+    assert verdict_of_cycle(stages, *sides, device).outcome == outcome
+    assert digits(*sides) == (2, 1)  # the loss, and the norm
+
+
 def test_norms_that_megatron_counts_once_a_replica_are_left_out() -> None:
     """Only those: with bf16 and two optimizer instances, stock's norm is sqrt(2) of the model's."""
     flags = "--bf16", "--num-distributed-optimizer-instances 2"
@@ -162,7 +231,7 @@ def test_a_failed_conversion_is_an_error_or_a_refusal(text: str, outcome: str) -
 class FaultyRunner:
     """Runs in which the wrapper loses a rate that changes, and prints what it has computed."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, device: str) -> None:
         self.chains = 0
 
     def done(self, stages: Any) -> Done:
@@ -178,7 +247,7 @@ class FaultyRunner:
 
 def test_a_lost_flag_is_found_and_the_cycle_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cycle_hunting, "Runner", FaultyRunner)
-    monkeypatch.setattr(cycle_hunting, "parser_options", lambda checkout: EVERY_OPTION)
+    monkeypatch.setattr(cycle_hunting, "parser_options", lambda *given: (EVERY_OPTION,) * 2)
     cycle = Program(
         tuple(
             Statement(kind, text)
@@ -195,10 +264,65 @@ def test_a_lost_flag_is_found_and_the_cycle_is_small(monkeypatch: pytest.MonkeyP
             )
         )
     )
-    monkeypatch.setattr(cycle_hunting, "generated_cycle", lambda seed, options: cycle)
+    monkeypatch.setattr(cycle_hunting, "generated_cycle", lambda seed, *given: cycle)
     line = CycleHunt(Path()).looked_at(0)
     assert line["signature"] == "wrong: optim > optim: --lr"
     assert [one["text"] for one in line["small"]] == ["optim exit", "optim exit", "--lr 2"]
+
+
+class FaultyHunter:
+    """Raises at seed 3, and is killed at seed 5."""
+
+    def looked_at(self, seed: int) -> dict[str, Any]:
+        if seed == 3:
+            raise TypeError("three")
+        if seed == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"seed": seed, "outcome": verdict.OK}
+
+    def end(self) -> None:
+        return None
+
+
+def test_seeds_at_once_have_the_lines_that_they_have_one_after_another() -> None:
+    found = {line["seed"]: line for line in lines_of(FaultyHunter, 3, range(9), lambda: False)}
+    assert sorted(found) == [*range(9)]
+    assert found.pop(3)["signature"] == "the hunt itself: TypeError: three"
+    assert found.pop(5)["outcome"] == verdict.CRASH
+    hunter = FaultyHunter()
+    assert found == {seed: hunter.looked_at(seed) for seed in found}
+
+
+def test_no_seed_is_begun_when_the_time_is_over() -> None:
+    assert [*lines_of(FaultyHunter, 2, range(3), lambda: True)] == []
+
+
+def test_a_summary_says_what_became_of_rows_for_gpus() -> None:
+    drawn_texts = ["--bf16", "--fsdp-unsharded-budget-gib auto"]
+    lines: list[dict[str, Any]] = [
+        {"outcome": outcome, "drawn": drawn_texts, "compared": 4, "equal": 3}
+        for outcome in (verdict.OK, verdict.OK, verdict.WRONG)
+    ]
+    lines.append({**lines[0], "outcome": verdict.INVALID, "signature": "a b", "drawn": []})
+    first, *rest, last = counts_of(lines).splitlines()
+    assert first == "16 numbers compared, 12 of them equal in every digit"
+    assert last == "1 x invalid: a b"
+    assert [line.split() for line in rest] == [
+        ["2", "ok,", "1", "wrong", "--bf16"],
+        ["2", "ok,", "1", "wrong", "--fsdp-unsharded-budget-gib", "{}"],
+    ]
+    assert counts_of([{"seed": 1, "outcome": verdict.OK}]) == ""
+
+
+@pytest.mark.full
+def test_the_checkouts_parser_knows_all_rows_for_gpus() -> None:
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if checkout is None:
+        pytest.skip("needs MEGATRON_LM_PATH, a checkout of Megatron-LM")
+    stock, ours = parser_options(Path(checkout).resolve())
+    rows = (*ON_GPUS_MODELS, *ON_GPUS_RUNS, *ON_GPUS_LAYOUTS)
+    assert known_rows(rows, stock, {TE}) == [*rows]
+    assert known_rows(ON_GPUS_OURS, ours) == [*ON_GPUS_OURS]
 
 
 @pytest.mark.full

@@ -19,7 +19,8 @@ ALONE = 1000
 MEMORY: Mapping[str, int] = {
     "test_gpu_estimate": ALONE, "test_gpu_experts": 34, "test_gpu_fp8": 40,
     "test_gpu_fp8_params": 40, "test_gpu_fully_shard": 60, "test_gpu_graphs": 46,
-    "test_gpu_changed_models": 50, "test_gpu_layer_graphs": 46, "test_gpu_matrix": 95,
+    "test_gpu_changed_models": 50, "test_gpu_cycles": 8, "test_gpu_layer_graphs": 46,
+    "test_gpu_matrix": 95,
     "test_gpu_memory": 40, "test_gpu_offload": 118, "test_gpu_optimizer": 70,
     "test_gpu_precision": 93, "test_gpu_pretrain_gpt": 14, "test_gpu_slots": 55,
     "test_gpu_units": 48, "test_gpu_wgrad": 16, "test_gpu_wide": 128,

@@ -2,16 +2,15 @@
 
 A row is left out if Megatron's own parser (of the checkout) does not know a flag of it, and a value
 if it is none of the parser's choices. `Flags.needs` and `Flags.excludes` leave out most of what
-stock Megatron does not run; a cycle that it does not run is invalid.
+stock Megatron does not run; a cycle that it does not run is invalid. Rows of the tables `ON_GPUS_*`
+are drawn on GPUs beside the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODEL = "model"
-RUN = "run"
-LAYOUT = "layout"
+TE = "transformer_engine"
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,15 @@ class Flags:
     """Flags that are drawn together.
 
     values: of the braces in `text`; () if it has none, and None for the choices of the parser.
-    needs: a flag without which the row is not drawn; excludes: one with which it is not."""
+    needs: words without any of which the row is not drawn; excludes: words with any of which it is
+    not. asks: Transformer Engine, if the row is drawn only where that is installed."""
 
     text: str
     weight: float = 1.0
     values: tuple[str, ...] | None = ()
     needs: str = ""
     excludes: str = ""
+    asks: str = ""
 
 
 MOE = (
@@ -123,6 +124,72 @@ LAYOUTS = (
     Flags("--num-distributed-optimizer-instances 2", 0.3),
 )
 """How one run is spread over its ranks."""
+
+_TE = "--transformer-impl transformer_engine"
+_FP8 = f"{_TE} --bf16 --fp8-format hybrid --fp8-recipe {{}}"
+_RECIPES = ("tensorwise", "delayed")
+# Rows of FP8 need rows of matrices in multiples of 16: experts get any number of tokens.
+_NO_FP8 = "--num-experts --mtp-num-layers --fp8-format"
+
+ON_GPUS_MODELS = (
+    Flags(_TE, 3, asks=TE),
+    Flags(f"{_TE} --bf16", 3, asks=TE),
+    Flags(_FP8, 3, _RECIPES, excludes=_NO_FP8, asks=TE),
+    Flags(f"{_FP8} --fp8-param-gather", 1.5, _RECIPES, excludes=_NO_FP8, asks=TE),
+    Flags("--bf16", 1),
+    Flags("--use-precision-aware-optimizer", 0.7, needs="--bf16", excludes="sgd", asks=TE),
+    Flags("--te-rng-tracker", 2.5, asks=TE),
+    Flags("--cross-entropy-loss-fusion", 0.7),
+    Flags(f"{_TE} --moe-grouped-gemm", 4, needs="--num-experts", asks=TE),
+    Flags(f"{_TE} --moe-grouped-gemm --moe-permute-fusion", 1, needs="--num-experts", asks=TE),
+)
+
+ON_GPUS_RUNS = (
+    Flags("--recompute-activations", 1, excludes="--recompute-granularity"),
+    Flags("--hidden-dropout 0.1 --attention-dropout 0.1", 0.7),
+    Flags("--overlap-grad-reduce --overlap-param-gather", 1.5),
+    Flags("--no-check-for-nan-in-loss-and-grad", 0.5),
+    Flags("--async-save", 1),
+)
+
+ON_GPUS_LAYOUTS = (
+    Flags("--tensor-model-parallel-size 2 --sequence-parallel", 1),
+    Flags("--context-parallel-size 2", 0.7, needs=f"{_TE} --bf16", excludes="--softmax-type"),
+    Flags(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 0.7,
+        needs="--num-layers", excludes="--mtp-num-layers",
+    ),
+)
+
+ON_GPUS_OURS = (
+    Flags("--fsdp-unsharded-budget-gib {}", 2, ("auto", "1")),
+    Flags("--fsdp-copy-engine-all-gather", 1, needs="optim_grads_params"),
+    Flags("--fsdp-copy-engine-reduce-scatter", 1, excludes="no_shard optim"),
+    Flags(
+        "--fsdp-copy-engine-all-gather --fsdp-copy-engine-reduce-scatter", 1,
+        needs="optim_grads_params",
+    ),
+    Flags("--fsdp-double-buffer", 1),
+    Flags("--chunked-optimizer-state-offload", 1, excludes="sgd"),
+    Flags("--suggested-communication-unit-size 0", 0.7),
+    Flags(
+        "--cuda-graph-impl local --cuda-graph-warmup-steps 1 --fsdp-double-buffer", 4,
+        needs="--te-rng-tracker", excludes="full delayed --context-parallel-size",
+    ),
+    Flags(
+        "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1 "
+        "--no-check-for-nan-in-loss-and-grad", 3,
+        needs="--te-rng-tracker", excludes="--num-experts",
+    ),
+    Flags(
+        "--expert-data-parallel-sharding-strategy {}", 1.5, ("no_shard", "optim", "optim_grads"),
+        needs="--num-experts",
+    ),
+    Flags("--megatron-fsdp-enable-fine-grained-param-gather", 1, needs="--num-experts"),
+    Flags("--outer-dp-sharding-strategy optim", 3, needs="--num-distributed-optimizer-instances"),
+    Flags("--create-all-gather-group", 0.7),
+)
+"""Of runs with a strategy of this package alone, whose parser knows them."""
 # fmt: on
 
 WORLDS = ("1", "2", "2", "2", "4")

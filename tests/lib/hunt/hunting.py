@@ -119,14 +119,18 @@ def hunt(
     is_over: Callable[[], bool],
 ) -> None:
     """Looks at the seeds that are left until `is_over`, and writes a line for each."""
-    results.parent.mkdir(parents=True, exist_ok=True)
     for seed in seeds_left(seeds, results):
         if is_over():
             return
-        line = look(seed)
-        journal.note(results, **line)
-        if line["outcome"] in verdict.FINDINGS:
-            print(told(line), flush=True)
+        write(look(seed), results)
+
+
+def write(line: dict[str, Any], results: Path) -> None:
+    """Adds a line to the results, and prints a finding."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    journal.note(results, **line)
+    if line["outcome"] in verdict.FINDINGS:
+        print(told(line), flush=True)
 
 
 def small_of(line: dict[str, Any]) -> Program:

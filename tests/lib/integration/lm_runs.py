@@ -1,4 +1,4 @@
-"""Runs training scripts, unmodified, on several gloo processes of this machine."""
+"""Runs training scripts, unmodified, on several processes of this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from tests.lib.integration import lm_log
 from tests.lib.integration.warm_start import SERVE, Rank, Server
@@ -19,12 +22,38 @@ from tests.lib.ranks.ranks import rendezvous
 ROOT = Path(__file__).parents[3]
 HARNESSES = ROOT / "tests" / "lib" / "integration"
 
-NO_KERNELS = shlex.split(
+NO_FUSIONS = shlex.split(
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--distributed-backend gloo"
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"
 )
+NO_KERNELS = [*NO_FUSIONS, "--distributed-backend", "gloo"]
 """What a machine without a GPU lacks; nothing of it concerns the wrapper."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What ranks of `pretrain_gpt.py` need on a kind of device. harness: the file that starts them;
+    flags: in front of all others; environment: beside that of this process."""
+
+    harness: str
+    flags: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CPU = Device("on_cpu.py", tuple(NO_KERNELS))
+GPU = Device(
+    "on_gpu.py",
+    # Transformer Engine, if a later flag asks for it, has no fused kernel that these turn off.
+    # Gradients that kernels accumulate are rounded in another order than stock DDP's.
+    (*NO_FUSIONS, "--no-gradient-accumulation-fusion"),
+    {
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCHDYNAMO_DISABLE": "1",
+    },
+)
+DEVICES = {"cpu": CPU, "cuda": GPU}
 
 STEPS = 6
 SMALL = shlex.split(
@@ -80,11 +109,14 @@ def _servers() -> dict[tuple[str, Path], Server]:
     return {}
 
 
-def server_of(harness: str, folder: Path) -> Server:
-    """The process that starts ranks of scripts of a folder by a harness."""
+def server_of(harness: str, folder: Path, added: Mapping[str, str] | None = None) -> Server:
+    """The process that starts ranks of scripts of a folder by a harness. added: to its
+    environment."""
     if (harness, folder) not in _servers():
         command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
-        server = Server([*command, str(folder / "any")], environment_of_ranks())
+        server = Server(
+            [*command, str(folder / "any")], {**environment_of_ranks(), **(added or {})}
+        )
         _servers()[harness, folder] = server
     return _servers()[harness, folder]
 
@@ -96,18 +128,30 @@ def end_servers() -> None:
     _servers().clear()
 
 
-def start(harness: str, script: Path, arguments: list[str], world: int, log: Path) -> list[Rank]:
-    """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
-    server = server_of(harness, script.parent)
+def start(
+    harness: str,
+    script: Path,
+    arguments: list[str],
+    world: int,
+    log: Path,
+    added: Mapping[str, str] | None = None,
+) -> list[Rank]:
+    """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU, or on
+    GPUs; added: to the environment of ranks."""
+    added = added or {}
+    server = server_of(harness, script.parent, added)
     meeting = contextlib.ExitStack()
-    environment = {**environment_of_ranks(), **meeting.enter_context(rendezvous(world))}
-    if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
+    everywhere = {**environment_of_ranks(), **added, **meeting.enter_context(rendezvous(world))}
+    asks = {"--tensor-model-parallel-size", "--context-parallel-size"} & {*arguments}
+    if "--use-megatron-fsdp" not in arguments and asks:
+        everywhere["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
     log.touch()
-    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world))
+    devices = torch.cuda.device_count() or world
     found = []
-    for rank in ranks:
-        found.append(Rank(server, [str(script), *arguments], {**environment, **rank}, log, meeting))
+    for rank in range(world):
+        # Megatron gives each rank the GPU of its local rank. Ranks may share one.
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank % devices)}
+        found.append(Rank(server, [str(script), *arguments], {**everywhere, **place}, log, meeting))
     return found
 
 
@@ -142,13 +186,15 @@ def train(
     world: int = 2,
     timeout: float = 600.0,
     script: str = "pretrain_gpt.py",
+    device: Device = CPU,
 ) -> Run:
     """Trains with a script of the checkout and `arguments` beside the common ones."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         cache = ["--data-cache-path", f"{folder}/cache"]
-        everything = [*SMALL, *NO_KERNELS, *cache, *arguments]
-        return finish(start("on_cpu.py", checkout / script, everything, world, log), log, timeout)
+        everything = [*SMALL, *device.flags, *cache, *arguments]
+        ranks = start(device.harness, checkout / script, everything, world, log, device.environment)
+        return finish(ranks, log, timeout)
 
 
 def train_recipe(script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0) -> Run:

@@ -27,25 +27,8 @@ from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
 sys.path.append(str(Path(__file__).parent))  # Megatron-LM has a `tests` of its own
+import lm_checkout
 import warm_start
-
-FUSED_KERNELS = "megatron.legacy.fused_kernels"
-"""Gone in 0.18."""
-
-LM_MODULES = (
-    # of all releases: one that a release does not have is passed over
-    "megatron.training",
-    "megatron.training.arguments",
-    "megatron.training.async_utils",
-    "megatron.training.checkpointing",
-    "megatron.training.dist_signal_handler",
-    "megatron.training.ft_integration",
-    "megatron.training.initialize",
-    "megatron.training.training",
-    "megatron.training.utils",
-    "megatron.training.yaml_arguments",
-    FUSED_KERNELS,
-)
 
 
 def _no_bytes(*args: Any, **kwargs: Any) -> int:
@@ -110,74 +93,22 @@ def _for_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
-def import_if_there(name: str) -> types.ModuleType | None:
-    """A module of Megatron's, None if this release has none of that name."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise
-        return None
-
-
 def prepare(modules: tuple[str, ...], prefixes: tuple[str, ...]) -> None:
     """CPU mode, and views for `modules`, which are imported, and all others below `prefixes`."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # core compiles its fused functions when warming up
     cpu_mode.enable_cpu_mode()
     for name in modules:
-        import_if_there(name)
+        lm_checkout.import_if_there(name)
     put_views(prefixes)
     torch.nn.Module.cuda = _for_megatron(torch.nn.Module.cuda)  # type: ignore[method-assign]
     torch.Tensor.cuda = _for_megatron(torch.Tensor.cuda)  # type: ignore[method-assign]
 
 
-class WithLatentAttention:
-    """Core's attention without Transformer Engine: a call returns one, also of a layer of latent
-    attention, which tells it the width of keys and values. Its weights are the layer's, so it
-    computes the same; values must be as wide as `--kv-channels`."""
-
-    def __new__(  # type: ignore[misc]
-        cls, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
-    ) -> torch.nn.Module:
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-        return DotProductAttention(*args, **options)
-
-
-def give_what_local_layers_lack() -> None:
-    """Makes layers of latent attention and of multi-token prediction run without Transformer
-    Engine. Core takes what stands in for its classes for classes."""
-    from megatron.core.models import backends
-    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
-
-    if isinstance(multi_latent_attention.TELinear, type):
-        return
-    multi_latent_attention.HAVE_TE = False
-    backends.DotProductAttention = WithLatentAttention
-    # From 0.20 on.
-    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
-
-
 def prepare_megatron_lm(checkout: Path) -> None:
     """Makes the modules of a Megatron-LM checkout run on the CPU."""
     sys.path.insert(0, str(checkout))
-    prepare(LM_MODULES, ("megatron.training", "megatron.legacy"))
-    give_what_local_layers_lack()
-    from megatron.core import datasets
-    from megatron.core.datasets import utils as dataset_utils
-
-    # Both build something. The wheel of megatron-core has the helpers; the kernels need nvcc.
-    datasets.__path__.extend(
-        str(Path(folder, "megatron", "core", "datasets")) for folder in sys.path
-    )
-    dataset_utils.compile_helpers = lambda: None
-    fused_kernels = import_if_there(FUSED_KERNELS)
-    if fused_kernels is not None:
-        fused_kernels.load = lambda args: None
-
-    # Resuming stock DDP from torch_dist with torch's Adam. Megatron-LM has a `tests` of its own.
-    sys.path.append(str(Path(__file__).parents[1] / "gpt"))
-    importlib.import_module("torch_adam").make_loadable()
+    prepare(lm_checkout.MODULES, ("megatron.training", "megatron.legacy"))
+    lm_checkout.complete()
 
 
 def main(argv: list[str]) -> int:
