@@ -180,22 +180,30 @@ def shutil_view(module: ModuleType, held: Any) -> ModuleView:
 
 
 def keep_newest(
-    original: Original, save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False
+    original: Original,
+    save_dir: Any,
+    leave_ckpt_num: int = 1,
+    do_async: bool = False,
+    max_iteration: int | None = None,
 ) -> None:
     """Stands for `cleanup_old_non_persistent_checkpoint`: deletes all complete checkpoints of a
     folder but the newest, and the one that the tracker names.
 
+    max_iteration: later checkpoints are neither counted nor deleted.
+
     The original also counts the empty folder of a save that runs in the background or was killed.
     With `leave_ckpt_num=1` it then deletes the only complete checkpoint."""
     if not _is_local(save_dir):
-        original(save_dir, leave_ckpt_num, do_async)
+        bound = {} if max_iteration is None else {"max_iteration": max_iteration}
+        original(save_dir, leave_ckpt_num, do_async, **bound)
         return
     if leave_ckpt_num < 1 or (dist.is_initialized() and dist.get_rank() != 0):
         return
     root = Path(save_dir)
     if not root.is_dir():
         return
-    doomed = publishing.surplus(root, leave_ckpt_num)
+    before = None if max_iteration is None else max_iteration + 1
+    doomed = publishing.surplus(root, leave_ckpt_num, before)
     if doomed:
         print(f"checkpoints that are deleted: {', '.join(map(str, doomed))}", flush=True)
     if do_async:

@@ -276,7 +276,10 @@ def _keeps_newest(module: str) -> Patch:
         module,
         "cleanup_old_non_persistent_checkpoint",
         f"{_SAVES}:keep_newest",
-        parameters=("save_dir, leave_ckpt_num, do_async",),
+        parameters=(
+            "save_dir, leave_ckpt_num, do_async",
+            "save_dir, leave_ckpt_num, do_async, max_iteration",  # Megatron-Bridge from 0.6.2 on
+        ),
         required=False,
     )
 

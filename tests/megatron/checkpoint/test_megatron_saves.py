@@ -166,6 +166,29 @@ def _counts_all(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False) 
     raise AssertionError(save_dir)
 
 
+def _counts_up_to(
+    save_dir: str,
+    leave_ckpt_num: int = 1,
+    do_async: bool = False,
+    *,
+    max_iteration: int | None = None,
+) -> None:
+    """As in Megatron-Bridge 0.6.2."""
+    raise AssertionError(save_dir)
+
+
+def test_checkpoints_behind_a_given_iteration_are_left(alone: None, tmp_path: Path) -> None:
+    common = {"torch": torch, "shutil": shutil, "open_file": open}
+    common["cleanup_old_non_persistent_checkpoint"] = _counts_up_to
+    with stand_ins({BRIDGE: common}, SAVES) as modules:
+        for iteration in (1, 2, 3):
+            save_as_megatron(modules[BRIDGE], tmp_path, iteration, {"w": torch.ones(4)})
+        modules[BRIDGE].cleanup_old_non_persistent_checkpoint(
+            str(tmp_path), leave_ckpt_num=1, max_iteration=2
+        )
+    assert folders.complete_iterations(tmp_path) == (2, 3)
+
+
 @pytest.mark.parametrize("name", [LM, BRIDGE])
 @pytest.mark.parametrize("named", [1, 2, 3])
 def test_the_newest_that_are_kept_are_complete(
