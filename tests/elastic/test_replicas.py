@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 import random
 import re
-import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.lib.elastic.events import EVENTS
 from tests.lib.elastic.planned import PlannedManager
 from tests.lib.elastic.replica import Options
-from tests.lib.elastic.run import Lighthouse, Replica, wait_until
-from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random, watched
+from tests.lib.elastic.run import Replica
+from tests.lib.elastic.watched import REPLICAS, kill_at_random, text_of_refusal, watched
 from tests.lib.scripts.script_runs import run_script
 
 torchft = pytest.importorskip("torchft", reason="needs torchft")
@@ -58,61 +56,16 @@ def test_killed_replicas_come_back_with_the_bits_of_planned_quorums(
         list(kill_at_random(found, 2, random.Random(1)))
 
 
-Event = Callable[[list[Replica], Lighthouse], None]
-EVENTS: dict[str, Event] = {}
-"""What happens to three replicas that train, which then go on together."""
-
-
-def event(function: Event) -> Event:
-    """Puts it into the table, by its name."""
-    EVENTS[function.__name__] = function
-    return function
-
-
-@event
-def two_are_killed_and_join_at_once(found: list[Replica], lighthouse: Lighthouse) -> None:
-    gone = found[1:]
-    for one in gone:
-        one.kill()
-    goes_on_without(found, gone)
-    for one in gone:
-        one.start()
-
-
-@event
-def one_is_stopped_for_a_while(found: list[Replica], lighthouse: Lighthouse) -> None:
-    found[2].signal(signal.SIGSTOP)
-    try:
-        goes_on_without(found, found[2:])
-    finally:
-        found[2].signal(signal.SIGCONT)
-
-
-@event
-def the_lighthouse_restarts(found: list[Replica], lighthouse: Lighthouse) -> None:
-    lighthouse.kill()
-    time.sleep(2.0)
-    lighthouse.start()
-
-
-@event
-def one_with_another_option_is_refused(found: list[Replica], lighthouse: Lighthouse) -> None:
-    options = replace(found[0].options, replica=REPLICAS, strategy="optim")
-    [other] = [Replica(options)]
-    other.start()
-    try:
-        wait_until([*found, other], lambda: any(other.codes), may_end=[other])
-        assert "elastic: this replica differs" in other.text()
-        assert "options of model 0: " in other.text()
-        assert not other.committed()
-    finally:
-        other.kill()
-
-
 @pytest.mark.parametrize("name", EVENTS)
 def test_replicas_go_on_after(tmp_path: Path, name: str) -> None:
     with watched(Options(str(tmp_path), timeout_s=8.0)) as (found, lighthouse):
         EVENTS[name](found, lighthouse)
+
+
+def test_a_replica_with_another_option_is_refused(tmp_path: Path) -> None:
+    with watched(Options(str(tmp_path), timeout_s=8.0)) as (found, _):
+        other = Replica(replace(found[0].options, replica=REPLICAS, strategy="optim"))
+        assert "options of model 0: " in text_of_refusal(found, other)
 
 
 def test_the_script_prints_the_times_of_steps_a_death_and_a_return(tmp_path: Path) -> None:

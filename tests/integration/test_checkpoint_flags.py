@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.megatron.options.checkpoint_flags import (
     WORKS,
 )
 from tests.lib.integration.lm_flags import flags_of
-from tests.lib.integration.lm_runs import Run, train
+from tests.lib.integration.lm_runs import TP2, Run, train
 
 CHECKS = (
     "megatron/options/checkpoint_flags.py",
@@ -39,7 +39,6 @@ STOCK = (
 )
 STEPS = 4
 SWIGLU = "--swiglu --position-embedding-type rope"
-TP2 = "--tensor-model-parallel-size 2"
 GLOBAL = "--non-persistent-ckpt-type global --non-persistent-save-interval 1"
 BESIDE = "--non-persistent-global-ckpt-dir {root}/beside"
 WITHOUT_STATES = "--no-load-optim --no-load-rng"

@@ -7,18 +7,18 @@ Opt-in, as tests/integration/test_megatron_lm.py, with torchft.
 from __future__ import annotations
 
 import random
-import signal
-import time
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_fsdp_adapter.checkpoint import folders
+from tests.lib.elastic.events import EVENTS
 from tests.lib.elastic.lm import LmOptions, LmReplica, watched
-from tests.lib.elastic.run import Lighthouse, wait_until
-from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random
+from tests.lib.elastic.run import wait_until
+from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random, text_of_refusal
+from tests.lib.integration.lm_runs import EP2, MOE, TP2
 
 pytest.importorskip("torchft", reason="needs torchft")
 
@@ -26,61 +26,19 @@ CHECKS = ("megatron/elastic/run.py", "megatron/elastic/loop.py", "megatron/elast
 
 pytestmark = pytest.mark.full
 
-Event = Callable[[list[LmReplica], Lighthouse], None]
-EVENTS: dict[str, Event] = {}
-"""What happens to three replicas that train, which then go on together, with the bits of a run
-whose steps have the same replicas by plan."""
+SPLITS = {
+    "data parallelism": "",
+    "tensor parallelism": TP2,
+    "experts": MOE,
+    "expert parallelism": f"{MOE} {EP2}",
+}
+"""Flags of replicas whose two ranks split something beside data."""
 
 
-def event(function: Event) -> Event:
-    """Puts it into the table, by its name."""
-    EVENTS[function.__name__] = function
-    return function
-
-
-@event
-def one_is_killed_twice(found: list[LmReplica], lighthouse: Lighthouse) -> None:
-    list(kill_at_random(found, 2, random.Random(1)))
-
-
-@event
-def two_are_killed_and_join_at_once(found: list[LmReplica], lighthouse: Lighthouse) -> None:
-    for one in found[1:]:
-        one.kill()
-    goes_on_without(found, found[1:])
-    for one in found[1:]:
-        one.start()
-
-
-@event
-def one_is_stopped_for_a_while(found: list[LmReplica], lighthouse: Lighthouse) -> None:
-    found[2].signal(signal.SIGSTOP)
-    try:
-        goes_on_without(found, found[2:])
-    finally:
-        found[2].signal(signal.SIGCONT)
-
-
-@event
-def the_lighthouse_restarts(found: list[LmReplica], lighthouse: Lighthouse) -> None:
-    lighthouse.kill()
-    time.sleep(2.0)
-    lighthouse.start()
-
-
-@event
-def one_with_another_option_is_refused(found: list[LmReplica], lighthouse: Lighthouse) -> None:
-    other = LmReplica(replace(found[0].options, replica=REPLICAS, flags="--seed 7 --lr 0.1"))
-    other.start()
-    try:
-        wait_until([*found, other], lambda: any(other.codes), may_end=[other])
-        assert "elastic: this replica differs" in other.text()
-        assert "--lr: 0.001 here" not in other.text()
-        assert "--lr: 0.1 here, 0.001 there" in other.text()
-        assert "--seed: 7 here, 1234 there" in other.text()
-        assert not other.committed()
-    finally:
-        other.kill()
+@pytest.mark.parametrize("name", SPLITS)
+def test_one_is_killed_twice_and_comes_back(megatron_lm: Path, tmp_path: Path, name: str) -> None:
+    with watched(LmOptions(str(tmp_path), checkout=megatron_lm, flags=SPLITS[name])) as (found, _):
+        list(kill_at_random(found, 2, random.Random(1)))
 
 
 @pytest.mark.parametrize("name", EVENTS)
@@ -88,6 +46,20 @@ def test_replicas_go_on_after(megatron_lm: Path, tmp_path: Path, name: str) -> N
     options = LmOptions(str(tmp_path), checkout=megatron_lm, timeout_s=8.0)
     with watched(options) as (found, lighthouse):
         EVENTS[name](found, lighthouse)
+
+
+def test_a_replica_with_other_options_and_another_commit_is_refused(
+    megatron_lm: Path, tmp_path: Path
+) -> None:
+    commit = tmp_path / "commit"
+    commit.mkdir()
+    (commit / "further.py").write_text("")
+    with watched(LmOptions(str(tmp_path), checkout=megatron_lm)) as (found, _):
+        options = replace(found[0].options, flags="--seed 7 --lr 0.1", further_code=str(commit))
+        text = text_of_refusal(found, LmReplica(replace(options, replica=REPLICAS)))
+    assert re.search(r"- code: (\w+) here, (?!\1)\w+ there", text)
+    assert "--lr: 0.1 here, 0.001 there" in text
+    assert "--seed: 7 here, 1234 there" in text
 
 
 def test_a_replica_whose_disk_is_full_dies_and_others_go_on(

@@ -32,7 +32,7 @@ from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.integration import lm_log
-from tests.lib.integration.lm_runs import ROOT, STEPS, Run, launch, train
+from tests.lib.integration.lm_runs import EP2, MOE, ROOT, STEPS, TP2, Run, launch, train
 
 CHECKS = (
     "launch/runner.py",
@@ -48,12 +48,6 @@ pytestmark = pytest.mark.full
 
 GPT = "pretrain_gpt.py"
 HYBRID = "pretrain_hybrid.py"
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-    "--moe-ffn-hidden-size 48 --disable-bias-linear"
-)
-EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 STOCK = "--use-distributed-optimizer --no-gradient-accumulation-fusion"
 SWIGLU = "--swiglu --position-embedding-type rope"

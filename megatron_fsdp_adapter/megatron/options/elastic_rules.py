@@ -26,8 +26,7 @@ _OWN_REPLICAS = (
     "each replica"
 )
 _IN_HOST_MEMORY = (
-    "a step moves main weights and optimizer state, which a replica that joins reads meanwhile. "
-    "Leave it out"
+    "a step moves main weights and optimizer state, which a replica that joins reads meanwhile"
 )
 
 ELASTIC_RULES: Rules = (

@@ -58,6 +58,8 @@ class LmOptions(Options):
     roots: Sequence[Path] = ()
     # The number of a replica, and the bytes that its files may have.
     file_limit: tuple[int, int] | None = None
+    # A folder of code that this package has beside its own, as of another commit.
+    further_code: str = ""
     # Of a run without torchft, and the port of the store in which its replicas meet.
     plan: Plan | None = None
     store: int = 0
@@ -108,6 +110,7 @@ class LmReplica(Replica):
                 "pause_s": options.pause_s,
                 "timeout_s": options.timeout_s,
                 "file_limit": limit,
+                "further_code": options.further_code,
                 "plan": options.plan or [],
                 "store": options.store,
                 "replicas": REPLICAS,

@@ -167,7 +167,7 @@ def replicas(count: int, options: Options) -> Iterator[list[Replica]]:
 def wait_until(
     found: Sequence[Replica],
     is_so: Callable[[], bool],
-    seconds: float = 180.0,
+    seconds: float = 600.0,
     may_end: Sequence[Replica] = (),
 ) -> None:
     """Waits until something is so. AssertionError after `seconds`, or if a rank ends meanwhile, but
@@ -184,7 +184,7 @@ def wait_until(
         time.sleep(0.05)
 
 
-def all_take(found: Sequence[Replica], steps: int, seconds: float = 180.0) -> None:
+def all_take(found: Sequence[Replica], steps: int, seconds: float = 600.0) -> None:
     """Waits until all have taken `steps` more steps together."""
     here = tuple(one.options.replica for one in found)
 

@@ -95,6 +95,20 @@ def goes_on_without(found: Sequence[Replica], gone: Sequence[Replica]) -> None:
     )
 
 
+def text_of_refusal(found: Sequence[Replica], other: Replica) -> str:
+    """Starts a further replica, which differs and ends, while `found` go on. Returns what it has
+    printed."""
+    other.start()
+    try:
+        wait_until([*found, other], lambda: any(other.codes), may_end=[other])
+        text = other.text()
+        assert "elastic: this replica differs" in text
+        assert not other.committed()
+        return text
+    finally:
+        other.kill()
+
+
 @contextmanager
 def watched(options: Options) -> Iterator[tuple[list[Replica], Lighthouse]]:
     """Replicas that train, which go on to train together after the block. Then no process has

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.lib.integration.lm_runs import MOE
+
 TE = "transformer_engine"
 
 
@@ -28,11 +30,6 @@ class Flags:
     excludes: str = ""
     asks: str = ""
 
-
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-    "--moe-ffn-hidden-size 48 --disable-bias-linear"
-)
 
 # fmt: off
 MODELS = (

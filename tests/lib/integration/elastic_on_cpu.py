@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+import megatron_fsdp_adapter
+
 VARIABLE = "ELASTIC_RANK"
 TIMEOUT = timedelta(seconds=60)
 
@@ -43,6 +45,8 @@ class Told:
     timeout_s: float
     # Bytes that a file of checkpoints may have; 0 for any number.
     file_limit: int
+    # A folder of code that this package has beside its own; "" for none.
+    further_code: str
     # For each step the numbers of replicas, in the order of their ranks; empty: torchft decides.
     plan: list[list[int]]
     # With a plan: the store in which replicas meet, and how many there are.
@@ -207,6 +211,8 @@ def run(argv: list[str]) -> int:
     """The runner, of one rank."""
     facts = told()
     write_lines(facts)
+    if facts.further_code:
+        megatron_fsdp_adapter.__path__.append(facts.further_code)
     if facts.file_limit:
         limit_files(facts.file_limit)
     if facts.plan:

@@ -67,6 +67,12 @@ SMALL = shlex.split(
 )
 """One microbatch a rank on 2 ranks, and no clipping: both wrappers then add the same numbers in the
 same order, and every digit must agree."""
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-ffn-hidden-size 48 --disable-bias-linear"
+)
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+TP2 = "--tensor-model-parallel-size 2"
 
 
 @dataclass(frozen=True)
