@@ -126,11 +126,13 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
     and not completed. Puts the script's folder on the path.
 
     Raises:
-        ValueError: there is no such script, no Megatron-LM beside it or on the path, or an argument
-            is wrong, or a package is missing that Megatron-LM imports.
+        ValueError: there is no such script, or it is no Python file; no Megatron-LM beside it or on
+            the path; an argument is wrong, or a package is missing that Megatron-LM imports.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
+    if script.suffix != ".py":
+        raise ValueError(f"{script}: no Python script (.py). Name the training script")
     _put_on_path(script.resolve().parent)
     import argparse
 

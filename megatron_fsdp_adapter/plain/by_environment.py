@@ -13,10 +13,13 @@ import sys
 from ..core.runtime.launcher import is_first_rank
 
 VARIABLE = "MEGATRON_FSDP_ADAPTER_USE_AS"
+PRINTED = "MEGATRON_FSDP_ADAPTER_USE_AS_PRINTED"
+"""Set for the processes that this one starts: a launcher imports torch too, and has printed."""
 
 
 def select() -> None:
-    """Calls `use_as_fsdp2()` where the environment asks for it, and prints that on rank 0.
+    """Calls `use_as_fsdp2()` where the environment asks for it. Prints that once, in the
+    launcher or on rank 0.
 
     Raises:
         ValueError: the variable has another value. torch reports it as a RuntimeError.
@@ -29,7 +32,8 @@ def select() -> None:
     from .torch_fsdp import use_as_fsdp2
 
     use_as_fsdp2()
-    if is_first_rank():
+    if is_first_rank() and PRINTED not in os.environ:
+        os.environ[PRINTED] = "1"
         print(
             f"megatron_fsdp_adapter: {VARIABLE}=fsdp2, fully_shard is in the place of torch's",
             file=sys.stderr,

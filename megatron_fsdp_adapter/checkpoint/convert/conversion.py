@@ -189,12 +189,12 @@ def _check_format(name: str) -> None:
     """Raises ValueError unless `name` is one of `FORMATS`."""
     if name in HUGGING_FACE:
         raise ValueError(
-            f"format={name!r}: Megatron-Bridge converts from and to Hugging Face. Convert to "
-            "torch_dist and export that with AutoBridge.export_ckpt, or import with "
+            f"format={name!r} (--to): Megatron-Bridge converts from and to Hugging Face. Convert "
+            "to torch_dist and export that with AutoBridge.export_ckpt, or import with "
             "AutoBridge.import_ckpt and convert the result"
         )
     if name not in FORMATS:
-        raise ValueError(f"format={name!r} must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"format={name!r} (--to): must be one of {', '.join(FORMATS)}")
 
 
 def _check_target(target: Path) -> None:

@@ -390,7 +390,7 @@ def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_another_format_is_refused_by_name(tmp_path: Path, to: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"format='{to}'.*{message}"):
+    with pytest.raises(ValueError, match=rf"format='{to}' \(--to\): .*{message}"):
         convert(tmp_path / "a", tmp_path / "b", to)
 
 

@@ -129,6 +129,7 @@ def test_without_a_number_of_ranks_nothing_is_said_that_depends_on_it(
     assert len(refused_options(found)) == 1
 
 
+README = Path(__file__).parents[3] / "README.md"
 PROVE_8B = ("--prove", "--preset=llama3-8b")
 MISTAKES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--set", "tensor_model_parallel=2", "--set", "qqq=1"): (
@@ -138,6 +139,7 @@ MISTAKES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("--set", "nothing"): (r"doctor: --set nothing: no value\. Write option=value\.$",),
     ("/absent.py",): ("doctor: no such script: /absent.py$",),
+    (str(README),): ("doctor: .*README.md: no Python script",),
     ("--world-size", "0"): ("doctor: --world-size 0: ",),
     ("--world-size", "-2"): ("doctor: --world-size -2: ",),
     ("--prove",): ("doctor --prove: ",),
