@@ -66,6 +66,7 @@ from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = (
     "plain/fsdp2.py",
+    "plain/call_problems.py",
     "plain/fsdp2_model.py",
     "plain/casts.py",
     "plain/optimizer_rows.py",

@@ -30,7 +30,7 @@ from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.ranks.shared_ranks import on_ranks
 
-CHECKS = ("core/engine/extensions.py", "plain/fsdp2.py", "plain/sharded_params.py")
+CHECKS = ("core/engine/extensions.py", "plain/call_problems.py", "plain/sharded_params.py")
 
 WIDTH = 8
 Shards = Callable[..., Any]
