@@ -25,6 +25,7 @@ from megatron_fsdp_adapter.tools.models.sources import (
     name_of,
     options_from,
 )
+from megatron_fsdp_adapter.tools.models.spec import flag
 from megatron_fsdp_adapter.tools.planning import report
 from megatron_fsdp_adapter.tools.planning.machine import GPUS, NETWORKS, machine_named
 from megatron_fsdp_adapter.tools.planning.search import Plan, Request, plan
@@ -113,8 +114,11 @@ def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     machine = machine_named(given.gpu, given.network)
     fixed = {}
     for name, (field, _) in FIXED.items():
-        if options[name] is not None:
-            fixed[field] = options[name]
+        value = options[name]
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{flag(name)} {value}: must be at least 1")
+        if value is not None:
+            fixed[field] = value
     wanted = Request(
         from_options(options_from(options), name_of(options)),
         machine,

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -284,9 +285,15 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> Options:
 
 
 def split_problems(
-    spec: ModelSpec, parallel: Parallel, gpus: int, microbatch: int, global_batch: int
+    spec: ModelSpec,
+    parallel: Parallel,
+    gpus: int,
+    microbatch: int,
+    global_batch: int,
+    more: Options = MappingProxyType({}),
 ) -> list[str]:
-    """Problems that Megatron has with a model-parallel split, a line each; empty if it has none."""
+    """Problems that Megatron has with a model-parallel split, a line each; empty if it has none.
+    more: further options of sizes."""
     options = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -298,6 +305,7 @@ def split_problems(
         "micro_batch_size": microbatch,
         "global_batch_size": global_batch,
         **parallel_options(spec, parallel),
+        **more,
     }
     if spec.num_experts:
         options |= {"num_experts": spec.num_experts, "moe_ffn_hidden_size": spec.expert_ffn}

@@ -96,6 +96,15 @@ class Configuration:
         }
 
     @property
+    def unsharded(self) -> list[str]:
+        """The domains that a strategy should shard, but each of whose instances has one rank."""
+        found = []
+        for name, (ranks, _) in self.shards.items():
+            if self.strategy_of(name).shard_main and ranks == 1 < self.data_parallel:
+                found.append(name)
+        return found
+
+    @property
     def slots(self) -> dict[str, Any]:
         """The fixed slots of communication buffers, by the options of the DDP config."""
         return slots_wanted(
@@ -124,7 +133,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Name for a table."""
+        """Name for a table, of words of Megatron's flags."""
         parallel = self.parallel
         sizes = {
             "TP": parallel.tensor,
@@ -132,14 +141,14 @@ class Configuration:
             "VPP": parallel.virtual,
             "EP": parallel.expert,
             "instances": self.instances,
-            "instances of experts": self.expert_instances or 0,
+            "expert instances": self.expert_instances or 0,
             "micro": self.microbatch,
         }
         flags = {
-            "split over instances": self.outer_optim,
+            "outer optim": self.outer_optim,
             "copy engines": self.copies,
             "graph": self.graph,
-            "gather groups": self.separate_gathers,
+            "all-gather group": self.separate_gathers,
             "recompute": parallel.recompute,
         }
         parts = [self.strategy]
@@ -147,7 +156,7 @@ class Configuration:
             parts.append(f"experts {self.expert_strategy}")
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         if self.expert_instances == 1 < self.instances:
-            parts.append("experts in one instance")
+            parts.append("expert instances 1")
         parts += [key for key, on in flags.items() if on]
         return ", ".join(parts)
 

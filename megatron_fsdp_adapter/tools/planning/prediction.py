@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_fsdp_adapter.plan.memory import Bytes
 from megatron_fsdp_adapter.tools.models.spec import ModelSpec, is_layer, layers_of
 
-from .configurations import Configuration, groups, memory, planned, unit_numel
+from .configurations import RESERVED, Configuration, groups, memory, planned, unit_numel
 from .machine import Machine
 from .program import Program
 from .shapes import BF16, units, waits_for_longer
@@ -23,6 +23,9 @@ MORE = 7
 
 LIMITS = ("optimizer", "pipeline bubble", "norm")
 """Purposes of time that can limit a step, beside exposed collectives and waits for the host."""
+
+PEAK_ERROR = 0.07
+"""Largest relative error of predicted peaks (docs/contributing/plan_measured.md)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,18 @@ class Prediction:
         return self.tflops / self.peak_tflops
 
     @property
-    def peak_bytes(self) -> int:
+    def device_bytes(self) -> int:
+        """The memory that the device needs."""
         return sum(self.memory.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The maximum that torch's allocator has allocated: less than the device needs."""
+        return self.device_bytes - self.memory.get(RESERVED, 0)
+
+    def may_exceed(self, limit: float) -> bool:
+        """True if the device needs more than `limit` bytes with the largest error of the peak."""
+        return self.device_bytes + PEAK_ERROR * self.peak_bytes > limit
 
     @property
     def exposed_ms(self) -> float:

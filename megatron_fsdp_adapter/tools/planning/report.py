@@ -10,14 +10,14 @@ from megatron_fsdp_adapter.build.description import aligned
 from megatron_fsdp_adapter.megatron.options.table import EXPERT_INSTANCES, EXPERT_STRATEGY
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.sources import parallel_options
-from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Options
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Options
 
-from .configurations import Configuration
-from .prediction import Prediction
-from .search import Plan
+from .configurations import ACTIVATIONS, RESERVED, Configuration
+from .prediction import PEAK_ERROR, Prediction
+from .search import Plan, Request
 
 SHOWN = 5
-"""Most kinds of time or memory in a line."""
+"""Most kinds of time or memory in a line, beside the sum of all others."""
 REASONS = 12
 """Most lines about configurations that were rejected."""
 
@@ -86,7 +86,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
     wanted = plan.wanted
     spec = wanted.spec
     machine = wanted.machine
-    rows = [_plain_row(spec, one) for one in plan.predictions[:top]]
+    rows = [_plain_row(wanted, one) for one in plan.predictions[:top]]
     why_not = [{"configuration": name, "reason": reason} for name, reason in plan.refused]
     return {
         "model": spec.name,
@@ -103,7 +103,14 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
     }
 
 
-def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
+def _unsharded(spec: ModelSpec, one: Prediction) -> list[str]:
+    """The kinds of the model's parameters that are on one rank of each instance."""
+    kinds = (DENSE, EXPERT) if spec.num_experts else (DENSE,)
+    return [kind for kind in one.configuration.unsharded if kind in kinds]
+
+
+def _plain_row(wanted: Request, one: Prediction) -> dict[str, Any]:
+    spec = wanted.spec
     chosen = one.configuration
     return {
         "name": chosen.name,
@@ -112,6 +119,9 @@ def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
         "tflops_per_gpu": one.tflops,
         "mfu": one.mfu,
         "peak_bytes": one.peak_bytes,
+        "device_bytes": one.device_bytes,
+        "may_not_fit": one.may_exceed(wanted.memory_gib * GIB),
+        "unsharded": _unsharded(wanted.spec, one),
         "bytes": dict(one.memory),
         "exposed_ms": one.exposed_ms,
         "spent_ms": dict(one.spent),
@@ -122,19 +132,25 @@ def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "exposed ms",
-    "limited by",
+    "configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "device GiB",
+    "exposed ms", "limited by",
 )  # fmt: skip
 
+NEAR_LIMIT = "?"
+"""Mark of a row that may not fit."""
 
-def _row(one: Prediction) -> tuple[str, ...]:
+
+def _row(wanted: Request, one: Prediction) -> tuple[str, ...]:
+    unsharded = [f"{kind} parameters unsharded" for kind in _unsharded(wanted.spec, one)]
+    mark = NEAR_LIMIT if one.may_exceed(wanted.memory_gib * GIB) else ""
     return (
-        one.configuration.name,
+        ", ".join([one.configuration.name, *unsharded]),
         f"{one.ms:,.1f}",
         f"{one.tokens_per_gpu:,.0f}",
         f"{one.tflops:,.0f}",
         f"{one.mfu:.1%}",
         f"{one.peak_bytes / GIB:.1f}",
+        f"{one.device_bytes / GIB:.1f}{mark}",
         f"{one.exposed_ms:,.1f}",
         one.limit,
     )
@@ -154,12 +170,15 @@ def render(plan: Plan, top: int) -> str:
     ]
     lines += [f"not counted: {line}" for line in spec.left_out]
     lines.append("")
-    lines += aligned([COLUMNS, *map(_row, plan.predictions[:top])])
+    shown = plan.predictions[:top]
+    lines += aligned([COLUMNS, *(_row(wanted, one) for one in shown)])
+    lines += _remarks(wanted, shown)
     lines.append("")
     best = plan.predictions[0]
     # Other purposes contain the products.
     times = {name: ms for name, ms in best.spent.items() if name != "products"}
-    lines.append("the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"))
+    moment = "when a forward ends" if ACTIVATIONS in best.memory else "when a backward ends"
+    lines.append(f"the first one: device memory {moment}: " + _largest(best.memory, 1 / GIB, "GiB"))
     lines.append("               time: " + _largest(times, 1.0, "ms"))
     lines.append(f"  Megatron-LM        {megatron_flags(spec, best.configuration)}")
     lines.append(f"  Megatron-Bridge    {bridge_overrides(spec, best.configuration)}")
@@ -170,6 +189,20 @@ def render(plan: Plan, top: int) -> str:
     if len(reasons) > REASONS:
         lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
+
+
+def _remarks(wanted: Request, shown: Sequence[Prediction]) -> list[str]:
+    """Lines that explain columns and marks of the table."""
+    reserved = f"{wanted.machine.gpu.reserved_gib:g} GiB for {RESERVED}"
+    found = [f"peak: the most that torch allocates; device: with {reserved}"]
+    if any(one.may_exceed(wanted.memory_gib * GIB) for one in shown):
+        found.append(
+            f"{NEAR_LIMIT}: may need more than {wanted.memory_gib:g} GiB, because predicted peaks "
+            f"have errors up to {PEAK_ERROR:.0%}"
+        )
+    if any(_unsharded(wanted.spec, one) for one in shown):
+        found.append("unsharded: an optimizer instance has one rank for these parameters")
+    return found
 
 
 def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -186,6 +219,10 @@ def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
-    """The largest parts in a line, each multiplied by `factor`."""
-    largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]
-    return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)
+    """The largest parts in a line, each multiplied by `factor`, and the sum of all others."""
+    ordered = sorted(parts.items(), key=lambda entry: -entry[1])
+    shown = dict(ordered[:SHOWN])
+    others = sum(value for _, value in ordered[SHOWN:])
+    if others:
+        shown["others"] = others
+    return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in shown.items())

@@ -4,18 +4,19 @@ rejected."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.megatron.options.table import EXPERT_INSTANCES, INSTANCES
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.sources import split_problems
-from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Parallel
 
-from .configurations import Configuration, memory
+from .configurations import Configuration, groups, memory
 from .guesses import at_least_bytes, seconds
 from .machine import Machine
 from .prediction import Prediction, predict
@@ -73,7 +74,8 @@ def _powers(limit: int) -> list[int]:
 
 def splits(wanted: Request) -> Iterator[Configuration]:
     """Every model-parallel split that Megatron and the fixed options allow, as a configuration with
-    defaults otherwise. Memory is not checked."""
+    defaults otherwise. A fixed size is tried even if the search would not. Memory is not checked.
+    """
     spec = wanted.spec
     domain = wanted.machine.network.domain
     heads = spec.query_groups
@@ -82,9 +84,15 @@ def splits(wanted: Request) -> Iterator[Configuration]:
     experts = [1]
     if spec.num_experts:
         experts = [n for n in _powers(spec.num_experts) if spec.num_experts % n == 0]
-    choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
+    choices = product(
+        _fixed_or(wanted, "tensor", tensors),
+        _fixed_or(wanted, "pipeline", pipelines),
+        _fixed_or(wanted, "expert", experts),
+        (False, True),
+        _fixed_or(wanted, "microbatch", (1, 2, 4)),
+    )
     for tensor, pipeline, expert, recompute, micro in choices:
-        if wanted.gpus % (tensor * pipeline) or not _allows(wanted, "microbatch", micro):
+        if wanted.gpus % (tensor * pipeline):
             continue
         virtuals = (1, 2, 4, 8) if pipeline > 1 else (1,)
         for virtual in virtuals:
@@ -97,6 +105,12 @@ def splits(wanted: Request) -> Iterator[Configuration]:
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
 
 
+def _fixed_or(wanted: Request, name: str, usual: Iterable[int]) -> list[int]:
+    """The fixed value of a field alone, or the usual ones."""
+    fixed: Any = wanted.fixed.get(name)
+    return sorted(usual) if fixed is None else [fixed]
+
+
 def _allows(wanted: Request, name: str, value: object) -> bool:
     """True unless another value is fixed."""
     return wanted.fixed.get(name, value) == value
@@ -107,9 +121,7 @@ def candidates(wanted: Request, split: Configuration) -> Iterator[Configuration]
     for strategy in STRATEGIES:
         if not _allows(wanted, "strategy", strategy):
             continue
-        for chosen in _with_strategy(wanted, _with_experts(wanted, split, strategy)):
-            if _allows(wanted, "instances", chosen.instances):
-                yield chosen
+        yield from _with_strategy(wanted, _with_experts(wanted, split, strategy))
 
 
 def _with_experts(wanted: Request, split: Configuration, strategy: str) -> Configuration:
@@ -130,7 +142,8 @@ def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configurati
     parallel = base.parallel
     strategy = base.strategy
     data_ranks = base.data_parallel
-    if data_ranks == base.experts_over == 1 and strategy != "optim":
+    usual = wanted.fixed.get("strategy", "optim")
+    if data_ranks == base.experts_over == 1 and strategy != usual:
         return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor
     instances = {1}
@@ -141,14 +154,13 @@ def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configurati
     graphs = [False]
     if parallel.pipeline == 1 and not moe:
         graphs.append(True)
-    for count, graph in product(sorted(instances), graphs):
+    for count, graph in product(_fixed_or(wanted, "instances", instances), graphs):
         if data_ranks % count or base.experts_over % count:
             continue
         of_experts = count if base.expert_instances is None else base.expert_instances
         if of_experts < 1 or base.experts_over % of_experts:
             continue
-        # Copy engines work inside an NVLink domain.
-        near = strategy == "optim_grads_params" and data_ranks // count <= inside and data_ranks > 1
+        near = _is_near(wanted, replace(base, instances=count))
         for outer_optim in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
                 base, instances=count, outer_optim=outer_optim, graph=graph, separate_gathers=moe
@@ -156,6 +168,17 @@ def _with_strategy(wanted: Request, base: Configuration) -> Iterator[Configurati
             yield chosen
             if near:
                 yield replace(chosen, copies=True, separate_gathers=False)
+
+
+def _is_near(wanted: Request, chosen: Configuration) -> bool:
+    """True if copy engines can do all gathers and reductions of ZeRO-3: each of their groups is
+    inside an NVLink domain, those of experts with other instances too."""
+    kinds = (DENSE, EXPERT) if wanted.spec.num_experts else (DENSE,)
+    group_of = groups(chosen, wanted.machine)
+    sharded = [group_of[kind] for kind in kinds if chosen.strategy_of(kind).shard_grads]
+    is_inside = all(group.in_domain == group.size for group in sharded)
+    is_alone = all(group.size == 1 for group in sharded)
+    return chosen.strategy == "optim_grads_params" and is_inside and not is_alone
 
 
 def plan(wanted: Request, progress: Progress = silent) -> Plan:
@@ -169,7 +192,8 @@ def plan(wanted: Request, progress: Progress = silent) -> Plan:
     machine = wanted.machine
     limit = wanted.memory_gib * GIB
     guessed: list[tuple[float, Configuration]] = []  # with seconds
-    too_large: dict[str, tuple[float, str]] = {}  # the smallest of each kind: bytes and name
+    # By kind and recomputation: bytes and names of what does not fit.
+    too_large: dict[tuple[str, bool], list[tuple[float, str]]] = {}
     for split in splits(wanted):
         for chosen in candidates(wanted, split):
             count = chosen.microbatches(wanted.global_batch)
@@ -177,23 +201,33 @@ def plan(wanted: Request, progress: Progress = silent) -> Plan:
             if needed <= limit:
                 guessed.append((seconds(spec, chosen, machine, count), chosen))
                 continue
-            large = (needed, chosen.name)
-            kind = _kind(chosen)
-            too_large[kind] = min(too_large.get(kind, large), large)
+            too_large.setdefault(_sort(chosen), []).append((needed, chosen.name))
     if not guessed and not too_large:
         raise ValueError(_why_none(wanted))
     found, refused, needs = _run_best(wanted, guessed, limit, progress)
-    kinds_found = {_kind(one.configuration) for one in found}
-    for kind, (needed, name) in too_large.items():
-        if kind not in kinds_found:
-            refused.append((name, f"states and activations need {math.ceil(needed / GIB)} GiB"))
+    refused += _reasons(too_large, {_sort(one.configuration) for one in found}, wanted.memory_gib)
     if not found:
-        least, name = min([*needs, *too_large.values()])
+        least, name = min([*needs, *chain.from_iterable(too_large.values())])
         raise ValueError(
             f"no configuration fits in {wanted.memory_gib:g} GiB: the smallest needs "
             f"{math.ceil(least / GIB):,} GiB or more ({name}). Use more GPUs"
         )
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
+
+
+def _reasons(
+    too_large: Mapping[tuple[str, bool], Sequence[tuple[float, str]]],
+    found: Collection[tuple[str, bool]],
+    memory_gib: float,
+) -> Iterator[tuple[str, str]]:
+    """Names of configurations that need too much memory, with the reason: the smallest of each sort
+    that was not found with its bytes, and then all others."""
+    smallest = [min(rows) for sort, rows in too_large.items() if sort not in found]
+    for needed, name in smallest:
+        yield name, f"states and activations need {math.ceil(needed / GIB)} GiB"
+    for row in chain.from_iterable(too_large.values()):
+        if row not in smallest:
+            yield row[1], f"states and activations need more than {memory_gib:g} GiB"
 
 
 def _why_none(wanted: Request) -> str:
@@ -206,7 +240,12 @@ def _why_none(wanted: Request) -> str:
     gpus = wanted.gpus
     batch = wanted.global_batch
     reason = "the search has none with these. Leave an option out"
-    reasons = split_problems(wanted.spec, parallel, gpus, micro, batch)
+    instances = {
+        option: wanted.fixed[field]
+        for field, option in (("instances", INSTANCES), ("expert_instances", EXPERT_INSTANCES))
+        if field in wanted.fixed
+    }
+    reasons = split_problems(wanted.spec, parallel, gpus, micro, batch, instances)
     if reasons:
         reason = reasons[-1]
     fixed = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
@@ -225,6 +264,11 @@ def _kind(chosen: Configuration) -> str:
     if alone and chosen.strategy == "optim_grads_params":
         return BASELINE
     return chosen.strategy
+
+
+def _sort(chosen: Configuration) -> tuple[str, bool]:
+    """The kind, and whether layers are recomputed: of each a user expects a row or a reason."""
+    return _kind(chosen), chosen.parallel.recompute
 
 
 def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:

@@ -33,11 +33,17 @@ from megatron_fsdp_adapter.tools.planning.configurations import (
     groups,
     memory,
 )
+from megatron_fsdp_adapter.tools.planning.guesses import at_least_bytes
 from megatron_fsdp_adapter.tools.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.tools.planning.prediction import predict
-from megatron_fsdp_adapter.tools.planning.report import bridge_overrides, megatron_flags
+from megatron_fsdp_adapter.tools.planning.report import (
+    bridge_overrides,
+    megatron_flags,
+    render,
+)
 from megatron_fsdp_adapter.tools.planning.search import (
     NOT_LAUNCH_BOUND,
+    Plan,
     Request,
     candidates,
     plan,
@@ -170,10 +176,10 @@ def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
     assert times == sorted(times)
     assert len(times) == 4
     for one in found.predictions:
-        assert one.peak_bytes <= 140 * GIB
+        assert one.device_bytes <= 140 * GIB
     tight = plan(wanted(memory_gib=28.0)).predictions[0]
     assert tight.ms >= times[0]
-    assert tight.peak_bytes <= 28 * GIB
+    assert tight.device_bytes <= 28 * GIB
 
 
 @pytest.mark.parametrize(
@@ -186,8 +192,8 @@ def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
             r"of 100: global_batch_size=100: no mult.* x 7",
         ),
         (
-            {"gpus": 64, "global_batch": 64, "fixed": {"tensor": 16}},
-            "tensor 16: the search has none with these",
+            {"gpus": 64, "global_batch": 64, "fixed": {"instances": 3}},
+            "num_distributed_optimizer_instances=3: does not divide the 64 data-parallel ranks",
         ),
         ({"gpus": 0}, "--gpus 0"),
     ],
@@ -218,6 +224,15 @@ def test_candidates_are_what_the_options_and_the_machine_leave():
     assert len({one.parallel.pipeline for one in told}) > 1
     alone = every(gpus=1, global_batch=1)
     assert {one.strategy for one in alone} == {"optim"}, "nothing to shard under four names"
+    alone = every(gpus=1, global_batch=1, fixed={"strategy": "optim_grads_params"})
+    assert {one.strategy for one in alone} == {"optim_grads_params"}
+
+
+def test_a_given_value_is_used_even_if_the_search_would_not_try_it():
+    fixed = {"instances": 4, "microbatch": 3, "pipeline": 3}
+    told = every(spec=model("llama3-8b", 12), gpus=96, global_batch=96 * 3, fixed=fixed)
+    seen = {(one.instances, one.microbatch, one.parallel.pipeline) for one in told}
+    assert seen == {(4, 3, 3)}
 
 
 def test_experts_have_what_the_options_say():
@@ -227,6 +242,11 @@ def test_experts_have_what_the_options_say():
     assert {one.instances for one in told} > {1}
     assert {one.strategy for one in told} == set(STRATEGIES)
     assert len({one.name for one in told}) == len(told)
+    spanning = {"expert": 4, "expert_instances": 1}
+    of_nodes = every(spec=model("mixtral-8x7b", 4), gpus=16, global_batch=16, fixed=spanning)
+    spans = [one for one in of_nodes if one.shards["expert"][0] * 4 > H200.network.domain]
+    assert {one.instances for one in spans} > {1}
+    assert not any(one.copies for one in spans), "experts are gathered between nodes"
     dense = every(gpus=16, global_batch=16, fixed=fixed | {"expert": 1})
     assert {one.expert_strategy for one in dense} == {None}
 
@@ -371,7 +391,7 @@ TWO_LAYERS = (
     "--seq-length=1024",
 )
 COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
-    (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter")),
+    (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter", "others")),
     ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: ")),
     (TWO_LAYERS, 0, ("llama3-8b: 1.5B",)),
     (("--hf-config", "/nowhere/config.json"), 2, ("no such file",)),
@@ -390,6 +410,7 @@ COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         2,
         ("--num-query-groups 8 without --group-query-attention",),
     ),
+    ((*SMALL, "--micro-batch-size", "0"), 2, ("--micro-batch-size 0: must be at least 1",)),
     ((*SMALL, "--global-batch-size", "3"), 2, ("global_batch_size=3: no multiple of",)),
 ]
 """Words, exit status, and what is printed."""
@@ -436,7 +457,44 @@ def test_json_has_what_the_table_has(capsys):
     best = json.loads(text)["configurations"][0]
     assert status == 0
     assert best["ms"] > 0
-    assert best["peak_bytes"] == sum(best["bytes"].values())
+    assert best["device_bytes"] == sum(best["bytes"].values())
+    assert best["peak_bytes"] == best["device_bytes"] - best["bytes"]["contexts, NCCL, fragments"]
+
+
+def test_a_row_that_fits_by_less_than_the_error_of_peaks_is_marked():
+    found = plan(wanted(tries=1))
+    [best] = found.predictions
+    text = render(found, 5)
+    assert f"{best.peak_bytes / GIB:.1f}        {best.device_bytes / GIB:.1f}  " in text
+    assert "may need more than" not in text
+    limit = best.device_bytes / GIB + 0.06 * best.peak_bytes / GIB
+    text = render(replace(found, wanted=wanted(memory_gib=limit)), 5)
+    assert f"{best.device_bytes / GIB:.1f}?" in text
+    assert "?: may need more than" in text
+
+
+def test_a_row_whose_experts_are_on_one_rank_says_so():
+    """Each of four instances has one of the ranks with the same experts."""
+    mixtral = wanted(spec=model("mixtral-8x7b", 2), gpus=16)
+    prediction = plan(wanted(tries=1)).predictions[0]
+    for expert_instances, unsharded in ((None, True), (1, False)):
+        chosen = Configuration(
+            16, Parallel(expert=4), instances=4, expert_instances=expert_instances
+        )
+        row = replace(prediction, configuration=chosen)
+        text = render(Plan(mixtral, [row], []), 5)
+        assert (", expert parameters unsharded  " in text) == unsharded
+    assert "dense parameters unsharded" not in render(Plan(wanted(), [prediction], []), 5)
+
+
+def test_what_fits_only_with_recompute_is_a_row_and_a_reason():
+    fixed = {"tensor": 1, "pipeline": 1, "microbatch": 1, "strategy": "optim"}
+    whole = Configuration(8, strategy="optim")
+    spec = model("llama3-8b", 12)
+    needed = at_least_bytes(spec, whole, 2) / GIB + H200.gpu.reserved_gib
+    found = plan(wanted(spec=spec, fixed=fixed, tries=1, memory_gib=needed - 0.1))
+    assert [one.configuration.parallel.recompute for one in found.predictions] == [True]
+    assert any("recompute" not in name for name, _ in found.refused)
 
 
 SIZES_8B = {
