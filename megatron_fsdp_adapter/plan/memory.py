@@ -32,8 +32,8 @@ BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
 TRANSPOSES = "transposes"
 QUANTIZED_COPIES = "quantized copies of weights"
-KEPT_SHARD = "shard of weights"
-STAGED = "staged optimizer state"
+KEPT_SHARD = "shard of compute weights"
+STAGED = "optimizer state of two units"
 IN_HOST_MEMORY = "offloaded optimizer"
 
 PERSISTENT = "persistent"
@@ -252,7 +252,8 @@ def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
 
     - gathered weights: for the two largest units, and for the root through the whole pass;
     - reduce buckets: for the `MAX_BUCKETS` largest of all units, with the root;
-    - staged optimizer state: for two neighbors in the order of updates, which starts at the root;
+    - optimizer state that is in host memory otherwise: for two neighbors in the order of updates,
+      which starts at the root;
     - transposes: for one unit, as they go with its backward.
     """
     every = [root, *units]

@@ -28,6 +28,7 @@ from megatron_fsdp_adapter.megatron.options.table import (
     EXPERT_INSTANCES,
     EXPERT_OUTER,
     EXPERT_STRATEGY,
+    GATHER_PARTS,
     INSTANCES,
     OUTER,
     UNIT_NUMEL,
@@ -35,7 +36,7 @@ from megatron_fsdp_adapter.megatron.options.table import (
 from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
-from megatron_fsdp_adapter.tools.models.quantization import STRINGS, quantization
+from megatron_fsdp_adapter.tools.models.quantization import STRINGS, Quantization, quantization
 from megatron_fsdp_adapter.tools.models.quantization import SWITCHES as FP8_SWITCHES
 from megatron_fsdp_adapter.tools.models.sources import (
     Flags,
@@ -57,7 +58,7 @@ from megatron_fsdp_adapter.tools.planning.planned import (
 
 from .estimate_text import render
 from .output import Report, answer
-from .parser import USAGE, base_parser
+from .parser import USAGE, Parser, base_parser
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,
@@ -170,6 +171,21 @@ RUN: Flags = {
 """Options beside those of the model."""
 
 
+_PLAN_ACTIVATIONS = "activations are not counted. Leave it out; `plan` prints activations"
+NOT_MODELED = {
+    GATHER_PARTS: (
+        "units of parts of a layer need less than the gathered weights and reduce buckets that it "
+        "prints. Leave it out"
+    ),
+    "init_model_with_meta_device": "the start of a run is not counted. Leave it out",
+    "cpu_offloading": _PLAN_ACTIVATIONS,
+    "cpu_offloading_num_layers": _PLAN_ACTIVATIONS,
+    "fine_grained_activation_offloading": _PLAN_ACTIVATIONS,
+    "offload_modules": _PLAN_ACTIVATIONS,
+}
+"""Options that change memory, but not by the formula -> the reason, and what to do."""
+
+
 def estimate(
     model: PlannedModel,
     strategies: Sequence[Strategy],
@@ -198,19 +214,23 @@ def estimate(
     return {"num_shards": model.num_ranks, "rank": rank, "strategies": found_by_strategy}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of `estimate`."""
     parser = base_parser("estimate", __doc__, argument_default=argparse.SUPPRESS, usage=USAGE)
     add_arguments(parser)
     add_flags(parser.add_argument_group("run"), RUN)
+    parser.not_modeled = {flag(name): reason for name, reason in NOT_MODELED.items()}
     return parser
 
 
 def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
     """The compute dtype that the options name. Without one it is fp32, Megatron's default, for a
-    preset file, and bf16 for flags. Raises ValueError if two are named."""
+    preset file, and bf16 for flags. Raises ValueError if two are named, or an unknown one."""
     if "params_dtype" in options:
-        return str(options["params_dtype"])
+        dtype = str(options["params_dtype"])
+        if dtype not in DTYPES:
+            raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
+        return dtype
     named = [name for name in ("bf16", "fp16") if options.get(name)]
     if len(named) == 2:
         raise ValueError("--bf16 and --fp16 are both set. Leave one of them out")
@@ -265,6 +285,37 @@ def _replicas(given: argparse.Namespace, ranks: Mapping[str, int]) -> dict[str, 
     return found
 
 
+def _remarks(
+    given: Mapping[str, Any],
+    quantized: Quantization,
+    spec: ModelSpec,
+    ranks: Mapping[str, int],
+    replicas: Mapping[str, Replicas],
+) -> list[str]:
+    """Lines about options that do less than one may expect. ranks: by kind, as `_replicas` has
+    them."""
+    found = []
+    kinds = (DENSE, EXPERT) if spec.num_experts else (DENSE,)
+    for kind in kinds:
+        count = replicas[kind].count
+        if ranks[kind] // count > 1 or ranks[DENSE] == 1:
+            continue
+        line = f"unsharded on one rank: {kind} parameters"
+        if count > 1:
+            option = EXPERT_INSTANCES if kind == EXPERT else INSTANCES
+            line += (
+                f", because {count} replicas share the {count} ranks that have the same ones. "
+                f"{flag(option)} 1 shards them over these ranks"
+            )
+        found.append(line)
+    if given.get("recompute_granularity") and quantized.products is None:
+        found.append(
+            "--recompute-granularity changes no number here, because activations are not counted. "
+            "`plan` counts them"
+        )
+    return found
+
+
 def _parallel(spec: ModelSpec, options: Mapping[str, Any], size: int) -> Parallel:
     """The model-parallel sizes. Raises ValueError for sizes into which Megatron cannot split."""
     tensor = options.get(TENSOR_RANKS) or 1
@@ -287,9 +338,9 @@ def run(given: argparse.Namespace) -> Report:
     _check(given)
     values = vars(given)
     options = options_from(values)
+    if options.get(GATHER_PARTS):  # of a file
+        raise ValueError(f"{flag(GATHER_PARTS)}: {NOT_MODELED[GATHER_PARTS]}")
     dtype = _dtype_name(options, "config" in given)
-    if dtype not in DTYPES:
-        raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
     quantized = quantization(options, dtype)
     spec = from_options(options, name_of(values))
     if spec.num_layers > MOST_LAYERS:
@@ -305,7 +356,8 @@ def run(given: argparse.Namespace) -> Report:
         )
     stage = fullest_stage(spec, parallel)
     expert_ranks = ranks_of_stage // parallel.expert
-    replicas = _replicas(given, {DENSE: size, EXPERT: expert_ranks})
+    ranks = {DENSE: size, EXPERT: expert_ranks}
+    replicas = _replicas(given, ranks)
     numel = ddp_options.unit_numel(given, given, layer_numels(spec, parallel, stage))
     units = planned_units(
         spec,
@@ -339,6 +391,7 @@ def run(given: argparse.Namespace) -> Report:
         "stage": stage,
     }
     report["not_counted"] = list(spec.left_out)
+    report["remarks"] = _remarks(options, quantized, spec, ranks, replicas)
     return report
 
 

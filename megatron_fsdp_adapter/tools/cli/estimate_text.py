@@ -29,6 +29,7 @@ def render(report: Report, memory_gib: float | None) -> str:
         f"{_split(report)}"
     ]
     lines += [f"not counted: {line}" for line in report["not_counted"]]
+    lines += report["remarks"]
     lines.append("")
     lines.append(f"GiB on rank {report['rank']} (activations not counted):")
     lines += aligned(_strategy_rows(report["strategies"], memory_gib))

@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.of_others: Mapping[str, Sequence[str]] = {}  # option -> the commands that take it
+        # Option of a training run that the command does not model -> the reason, and what to do.
+        self.not_modeled: Mapping[str, str] = {}
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -29,8 +31,10 @@ class Parser(argparse.ArgumentParser):
         given, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].partition("=")[0]
+            command = self.prog.split()[-1]
+            if name in self.not_modeled:
+                self.error(f"`{name}`: `{command}` does not model it: {self.not_modeled[name]}")
             if name in self.of_others:
-                command = self.prog.split()[-1]
                 self.error(of_others(name, command, self.of_others[name]))
             kind = "option" if name.startswith("-") else "argument"
             self.error(unknown(kind, name, self._option_string_actions))

@@ -34,7 +34,7 @@ _ACTIONS: Mapping[type, Any] = {
 """Classes of actions -> their names in the record."""
 
 
-def recorded(parser: argparse.ArgumentParser) -> dict[str, Any]:
+def recorded(parser: Parser) -> dict[str, Any]:
     """A parser as plain values. TypeError for a kind of option that the record does not have."""
     groups = []
     for group in parser._action_groups:
@@ -44,6 +44,7 @@ def recorded(parser: argparse.ArgumentParser) -> dict[str, Any]:
         "description": parser.description,
         "usage": parser.usage,
         "argument_default": parser.argument_default,
+        "not_modeled": parser.not_modeled,
         "groups": groups,
     }
 
@@ -97,6 +98,7 @@ def parser_of(command: str) -> Parser:
                 arguments["metavar"] = tuple(arguments["metavar"])
             where.add_argument(*names, **arguments)
     parser.of_others = _takers(records)
+    parser.not_modeled = record["not_modeled"]
     return parser
 
 

@@ -4,6 +4,7 @@ numbers that were measured or published."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,7 @@ from megatron_fsdp_adapter.core.layout import (
 from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
 from megatron_fsdp_adapter.plan.memory import Precision
-from megatron_fsdp_adapter.tools.cli.estimate import main
+from megatron_fsdp_adapter.tools.cli.estimate import main, make_parser
 from megatron_fsdp_adapter.tools.models.local_spec import local_block_spec
 from megatron_fsdp_adapter.tools.models.quantization import (
     PLAIN,
@@ -325,7 +326,7 @@ def test_replicas_hold_a_half_each_or_split_it(capsys: pytest.CaptureFixture[str
     for kind in ("main weights", "optimizer state"):
         assert split[kind] == of_all[kind]
     assert split["gradient shard"] == alone["gradient shard"]
-    assert split["shard of weights"] == alone["main weights"] // 2
+    assert split["shard of compute weights"] == alone["main weights"] // 2
 
 
 def test_experts_have_replicas_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -643,6 +644,7 @@ FP8_TINY = (
             "fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
             "--first-last-layers-bf16",
         ),
+        ("megatron-fsdp-enable-fine-grained-param-gather: true", "units of parts of a layer"),
         ("fp4-format: e2m1", "--fp4-format: FP4 is not modeled. Leave it out"),
     ],
 )
@@ -660,6 +662,45 @@ def test_bad_input_is_one_line_naming_option_and_value(
     assert message in captured.err
     if "YAML" not in message:  # whose parser says more
         assert captured.err.count("\n") == 1
+
+
+def test_options_that_the_page_of_memory_recommends_are_taken_or_refused_with_a_reason() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    _, _, advice = page.partition("\n## When a model does not fit\n")
+    advice, _, _ = advice.partition("\nAn out-of-memory error")
+    named = set(re.findall(r"`(--[a-z0-9-]+)", advice))
+    parser = make_parser()
+    taken = named & set(parser._option_string_actions)
+    assert {"--chunked-optimizer-state-offload", "--recompute-granularity"} <= taken
+    assert named - taken
+    assert named - taken <= set(parser.not_modeled)
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (
+            ("--num-distributed-optimizer-instances=4",),
+            ["unsharded on one rank: expert parameters, because 4 replicas share the 4 ranks"],
+        ),
+        (
+            ("--num-distributed-optimizer-instances=4", "--recompute-granularity=full",
+             "--expert-num-distributed-optimizer-instances=1"),
+            ["--recompute-granularity changes no number here"],
+        ),
+        (("--recompute-granularity=full", "--fp8-format=hybrid"), []),
+    ],
+)  # fmt: skip
+def test_options_that_do_less_than_expected_are_named(
+    words: tuple[str, ...], printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--preset=mixtral-8x7b", "--num-layers=2", "--data-parallel-size=8")
+    given = (*model, "--expert-model-parallel-size=2", *words)
+    assert main(given) == 0
+    _, *remarks = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert len(remarks) == len(printed)
+    for line, text in zip(remarks, printed, strict=True):
+        assert line.startswith(text)
 
 
 @pytest.mark.parametrize(

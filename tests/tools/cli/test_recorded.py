@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_fsdp_adapter.__main__ import COMMANDS
 from megatron_fsdp_adapter.tools.cli import recorded
+from megatron_fsdp_adapter.tools.cli.parser import Parser
 
 CHECKS = ("tools/cli/recorded.py", "tools/cli/parser.py")
 
@@ -38,6 +38,7 @@ def test_a_recorded_parser_says_what_the_command_does(command: str) -> None:
         (["plan", "--rank", "0"], 2, "`--rank` is an option of `estimate`, not of `plan`. See"),
         (["estimate", "--gpus=8"], 2, "`--gpus` is an option of `plan`, not of `estimate`. See"),
         (["inspect", "a", "--preset", "x"], 2, "of `doctor` and `estimate` and `plan`, not of"),
+        (["estimate", "--init-model-with-meta-device"], 2, "does not model it: the start of a"),
         (["convert", "a"], 2, "required: target, --to"),
     ],
 )
@@ -58,7 +59,7 @@ def test_help_and_wrong_arguments_are_answered_without_torch(
 
 
 def test_a_kind_of_option_without_a_record_is_an_error() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--version", action="version", version="1")
     with pytest.raises(TypeError, match="version: options of _VersionAction are not recorded"):
         recorded.recorded(parser)

@@ -91,4 +91,4 @@ def test_experts_of_one_rank_are_planned_whole():
 
     split = replace(EXPERTS, gpus=4, instances=2, outer_optim=True)
     found = memory(MIXTRAL, split, H200, 4)
-    assert 0 < found["shard of weights"] < numel
+    assert 0 < found["shard of compute weights"] < numel
