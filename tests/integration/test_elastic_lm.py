@@ -18,7 +18,7 @@ from tests.lib.elastic.events import EVENTS
 from tests.lib.elastic.lm import LmOptions, LmReplica, watched
 from tests.lib.elastic.run import wait_until
 from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random, text_of_refusal
-from tests.lib.integration.lm_runs import EP2, MOE, TP2
+from tests.lib.integration.lm_runs import EP2, MOE, PP2, TP2, VPP2
 
 pytest.importorskip("torchft", reason="needs torchft")
 
@@ -31,6 +31,8 @@ SPLITS = {
     "tensor parallelism": TP2,
     "experts": MOE,
     "expert parallelism": f"{MOE} {EP2}",
+    "pipeline": PP2,
+    "interleaved pipeline": f"--num-layers 4 {VPP2}",
 }
 """Flags of replicas whose two ranks split something beside data."""
 

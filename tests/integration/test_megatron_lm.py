@@ -32,7 +32,7 @@ from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.integration import lm_log
-from tests.lib.integration.lm_runs import EP2, MOE, ROOT, STEPS, TP2, Run, launch, train
+from tests.lib.integration.lm_runs import EP2, MOE, PP2, ROOT, STEPS, TP2, VPP2, Run, launch, train
 
 CHECKS = (
     "launch/runner.py",
@@ -48,7 +48,6 @@ pytestmark = pytest.mark.full
 
 GPT = "pretrain_gpt.py"
 HYBRID = "pretrain_hybrid.py"
-PP2 = "--pipeline-model-parallel-size 2"
 STOCK = "--use-distributed-optimizer --no-gradient-accumulation-fusion"
 SWIGLU = "--swiglu --position-embedding-type rope"
 LAYERS = "--spec hybrid_cpu STACK --hybrid-layer-pattern"
@@ -61,7 +60,6 @@ LATENT = (
     "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --kv-channels 16"
 )
 FURTHER = "--mtp-num-layers 1 --position-embedding-type rope"
-VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 # 255 tokens (and one for the end of a document until 0.17): the same padded vocabulary for every
 # split.
 FOUR_LAYERS = f"{SWIGLU} --num-layers 4 --disable-bias-linear --vocab-size 255"

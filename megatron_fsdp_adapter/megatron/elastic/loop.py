@@ -41,16 +41,19 @@ def setup_model_and_optimizer(original: Original, *given: Any, **named: Any) -> 
 
 
 def build_train_valid_test_data_loaders(original: Original, *given: Any, **named: Any) -> Any:
-    """Megatron-LM's loaders, of which those for training and evaluations can go on elsewhere."""
+    """Megatron-LM's loaders, of which those for training and evaluations can go on elsewhere. It
+    makes them for each chunk of an interleaved pipeline."""
     training, evaluation, test = original(*given, **named)
     if not _runs:
         return training, evaluation, test
     [run] = _runs
-    training = run.training = movable(training)
+    training = movable(training)
+    if training is not None:
+        run.training.append(training)
     if _args().full_validation or evaluation is None:
         return training, evaluation, test
     evaluation = [movable(loader) for loader in evaluation]
-    run.evaluation = [loader for loader in evaluation if loader is not None]
+    run.evaluation += [loader for loader in evaluation if loader is not None]
     return training, evaluation, test
 
 

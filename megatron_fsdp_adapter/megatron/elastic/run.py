@@ -56,7 +56,7 @@ class ElasticRun:
     ) -> None:
         self.manager = manager  # torchft's
         self.saves = True  # whether this replica writes checkpoints
-        self.training: MovableLoader | None = None  # loads this rank's training data
+        self.training: list[MovableLoader] = []  # load this rank's training data, for each chunk
         self.evaluation: list[MovableLoader] = []  # and that of evaluations
         self._args = args  # Megatron-LM's, whose counts the loop changes
         self._engines = [chunk.engine for chunk in ours_among(chunks)]
@@ -66,7 +66,7 @@ class ElasticRun:
         self._committed: bool | None = None  # the attempt; None if it was not asked for
         self._has_stepped = False  # whether this process has committed a step
         self._quorums = 0  # of those that torchft's group had, how many are known
-        self._next: StepStart | None = None  # where the loader is; None if it must be moved
+        self._next: StepStart | None = None  # where loaders are; None if they must be moved
         # How long replicas wait for each other, at most as long as ranks of one job do.
         self._limit = ReductionLimit(60.0 * args.distributed_timeout_minutes)
         inner = inner_optimizer(optimizer)
@@ -192,12 +192,13 @@ class ElasticRun:
         return int(get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
 
     def _move_training(self) -> StepStart:
-        """Moves the loader, if the next batch is not where it is. Returns where that is."""
+        """Moves the loaders, if the next batch is not where it is. Returns where that is."""
         consumed = self._args.consumed_train_samples
         number = self.manager.participating_rank()
         place = StepStart(consumed, number, self.manager.num_participants())
-        if self.training is not None and place != self._next:
-            self.training.move(place)
+        if place != self._next:
+            for loader in self.training:
+                loader.move(place)
         return place
 
     def _move_evaluation(self) -> None:
@@ -235,6 +236,6 @@ def inner_optimizer(optimizer: Any) -> Any:
     if len(chained) != 1:
         raise ValueError(
             f"fsdp_elastic with {len(chained)} optimizers: torchft agrees on one step at a time. "
-            "Use a model of one chunk and one optimizer"
+            "Use one optimizer for all parameters"
         )
     return chained[0].optimizer

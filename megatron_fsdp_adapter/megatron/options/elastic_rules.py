@@ -42,11 +42,6 @@ ELASTIC_RULES: Rules = (
         f"{ELASTIC}={{0.{ELASTIC}}}",
         _several(INSTANCES, _OWN_REPLICAS),
         _several(EXPERT_INSTANCES, _OWN_REPLICAS),
-        _several(
-            "pipeline_model_parallel_size",
-            "a replica of several pipeline stages was not tested. Set it to 1, and use tensor "
-            "parallelism or more data-parallel ranks",
-        ),
         _set(
             "calculate_per_token_loss",
             "gradients are divided by the number of tokens of one replica after their mean over "

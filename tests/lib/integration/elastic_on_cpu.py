@@ -79,6 +79,7 @@ def write_lines(facts: Told) -> None:
             consumed = self._args.consumed_train_samples
             result = attempt()
             replicas = self.manager.replicas
+            loss = result[0].get("lm loss")  # of the last pipeline stage
             line = {
                 "pid": os.getpid(),
                 "time": time.time(),
@@ -88,7 +89,7 @@ def write_lines(facts: Told) -> None:
                 "order": replicas,
                 "consumed": consumed,
                 "learning rate": self._state._optimizer.param_groups[0]["lr"],
-                "loss": result[0]["lm loss"].item().hex(),
+                "loss": "" if loss is None else loss.item().hex(),
                 "weights": digest(self._state._params),
             }
             with Path(facts.log).open("a") as file:

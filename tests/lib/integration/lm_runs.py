@@ -73,6 +73,8 @@ MOE = (
 )
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Replica:
             self.manager, self.args, self.trainer.chunks, self.trainer.optimizer, self.scheduler
         )
         self.loader = Moves()
-        self.run.training = self.loader  # type: ignore[assignment]
+        self.run.training = [self.loader]  # type: ignore[list-item]
         self.run.evaluation = [Moves()]  # type: ignore[list-item]
         self.drawn: list[float] = []  # a random number of each attempt
 
@@ -274,6 +274,33 @@ def test_no_sample_is_lost_or_comes_twice_when_replicas_come_and_go() -> None:
             taken += found
     assert sorted(taken) == list(range(8 * (3 + 2 + 1)))
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_each_chunk_of_an_interleaved_pipeline_has_loaders_that_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = SimpleNamespace(full_validation=False)
+    training = SimpleNamespace(get_args=lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    replica = Replica([ALONE] * 2)
+    loop._runs[:] = [replica.run]
+    replica.run.training.clear()
+
+    def loaders() -> list[Any]:
+        return [DataLoader(range(100), batch_sampler=Sampler(0, 1)) for _ in range(2)]  # type: ignore[arg-type]
+
+    made = []
+    for _ in range(2):
+        first, second = loaders()
+        given = (first, [second], None)
+        made.append(loop.build_train_valid_test_data_loaders(lambda loaders: loaders, given))
+    replica.args.consumed_train_samples = 10
+    replica.args.consumed_valid_samples = 20
+    replica.step()
+    replica.run._move_evaluation()
+    for training_loader, [evaluation_loader], _ in made:
+        assert next(training_loader).tolist() == [10, 11]
+        assert next(evaluation_loader).tolist() == [20, 21]
 
 
 def test_the_loop_begins_again_where_the_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
