@@ -16,7 +16,7 @@ import pytest
 from megatron_fsdp_adapter.checkpoint import folders
 from tests.lib.elastic.events import EVENTS
 from tests.lib.elastic.lm import LmOptions, LmReplica, watched
-from tests.lib.elastic.run import wait_until
+from tests.lib.elastic.run import all_take, wait_until
 from tests.lib.elastic.watched import REPLICAS, goes_on_without, kill_at_random, text_of_refusal
 from tests.lib.integration.lm_runs import EP2, MOE, PP2, TP2, VPP2
 
@@ -48,6 +48,18 @@ def test_replicas_go_on_after(megatron_lm: Path, tmp_path: Path, name: str) -> N
     options = LmOptions(str(tmp_path), checkout=megatron_lm, timeout_s=8.0)
     with watched(options) as (found, lighthouse):
         EVENTS[name](found, lighthouse)
+
+
+def test_a_replica_that_is_later_than_the_limit_takes_part_as_the_limit_grows(
+    megatron_lm: Path, tmp_path: Path
+) -> None:
+    options = LmOptions(str(tmp_path), checkout=megatron_lm, timeout_s=2.0)
+    with watched(options, join_timeout_ms=60_000) as (found, _):
+        found[2].kill()
+        found[2].options.pause_s = 5.0
+        found[2].start()
+        all_take(found, 3)
+    assert any(not line["committed"] for line in found[2].log())
 
 
 def test_a_replica_with_other_options_and_another_commit_is_refused(

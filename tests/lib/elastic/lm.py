@@ -178,10 +178,12 @@ def check_as_planned(found: Sequence[LmReplica]) -> None:
 
 
 @contextlib.contextmanager
-def watched(options: LmOptions) -> Iterator[tuple[list[LmReplica], Lighthouse]]:
+def watched(
+    options: LmOptions, join_timeout_ms: int = JOIN_TIMEOUT_MS
+) -> Iterator[tuple[list[LmReplica], Lighthouse]]:
     """Replicas that train, which go on to train together after the block. Then no process has
     ended but those that the block has started again, and committed steps are as planned."""
-    with Lighthouse(JOIN_TIMEOUT_MS) as lighthouse:
+    with Lighthouse(join_timeout_ms) as lighthouse:
         address = lighthouse.address.removeprefix("http://")
         options = replace(options, lighthouse=address, steps=STEPS)
         with lm_replicas(REPLICAS, options) as found:
