@@ -398,6 +398,9 @@ class WaitWatch:
         if raised is not None:
             how = f"{type(raised).__name__}: {raised}".strip(": ")
         self._end(how)
+        # A thread that returns from a call of torch's store while the interpreter ends aborts the
+        # process ("terminate called without an active exception").
+        self._thread.join(STORE_S)
 
     def _end(self, how: str) -> None:
         """Publishes that this rank will launch nothing more."""

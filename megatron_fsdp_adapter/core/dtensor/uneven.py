@@ -217,7 +217,11 @@ class UnevenDTensor(DTensor):
 
     def detach(self) -> UnevenDTensor:
         """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
-        detached: Any = super().detach()
+        local = self._local_tensor
+        if local.device == self.device:
+            detached: Any = super().detach()
+        else:  # Main weights in host memory. Torch wants both results on the reported device.
+            detached = DTensor(local.detach(), self._spec, requires_grad=False)
         made = with_chunks(detached, self.chunks)
         made.window = self.window
         return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,3 +93,38 @@ def test_a_collective_that_has_failed_raises_its_error(completed: bool) -> None:
 
 def test_the_watch_of_a_world_of_one_or_of_a_pretended_one_is_none(two_ranks: None) -> None:
     assert wait_watch.watch_world() is None
+
+
+EXITS = """
+import contextlib
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_fsdp_adapter.core.comm import wait_watch
+
+begun = threading.Event()
+
+
+def look(self):
+    begun.set()
+    while not self._over.is_set():
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(["a key that nobody sets"], timedelta(milliseconds=20))
+
+
+wait_watch.POLL_S = 0.01
+wait_watch.WaitWatch._look = look
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+watch = wait_watch.WaitWatch(0)
+begun.wait()
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_may_end_while_the_watch_asks_the_store() -> None:
+    """Before Python 3.13 a thread in a call of the store then aborted the process."""
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
