@@ -45,6 +45,7 @@ given = parser.parse_args()
 dist.init_process_group()
 rank = dist.get_rank()
 device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+torch.get_device_module(device).set_device(device)  # on CPUs it does nothing
 torch.manual_seed(0)
 model = GPT().to(device)
 for block in model.blocks:
@@ -54,7 +55,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 weight = model.blocks[0].linear1.weight
 if rank == 0:
     print(f"{type(weight).__name__} {tuple(weight.shape)}, here {tuple(weight.to_local().shape)}")
-
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "step": 0}
 if (given.checkpoints / ".metadata").exists():

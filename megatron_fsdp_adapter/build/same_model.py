@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..core.config import EngineConfig
@@ -70,6 +71,12 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
     try:
         dist.all_gather_object(everyone, value, group=group)
     except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            raise RuntimeError(
+                f"cuda:{torch.cuda.current_device()} is the current device of rank "
+                f"{dist.get_rank()} and of another one. Call torch.cuda.set_device, with another "
+                "GPU in each process, before the model is sharded"
+            ) from error
         raise RuntimeError(
             f"rank {dist.get_rank()}: comparing the models of ranks {ranks}, before they are "
             f"sharded, failed: {error}. See the logs of the other ranks: one has failed, or did "

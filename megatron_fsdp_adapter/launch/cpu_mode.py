@@ -317,7 +317,8 @@ def enable_cpu_mode() -> None:
         >>> model_parallel_cuda_manual_seed(1234)
 
     Raises:
-        RuntimeError: there is a GPU, or this release of megatron-core is not supported.
+        RuntimeError: there is a GPU; megatron-core uses Transformer Engine or apex; or its release
+            is not supported.
     """
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -326,7 +327,14 @@ def enable_cpu_mode() -> None:
             "train on the CPU"
         )
     import megatron.core
+    from megatron.core import optimizer
 
+    kernels = optimizer.Adam.__module__.partition(".")[0]
+    if kernels in ("transformer_engine", "apex"):
+        raise RuntimeError(
+            f"enable_cpu_mode() is not available with {kernels}: megatron-core has found it, and "
+            "takes its optimizer and layers, which need a GPU. Use an environment without it"
+        )
     version = megatron.core.__version__
 
     def error(lacks: str) -> str:

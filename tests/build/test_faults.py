@@ -6,11 +6,15 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter.build.same_model import first_difference
 from tests.lib.gpt.gpt import build_trainer, init_megatron
 from tests.lib.gpt.injected_faults import (
     CASE,
@@ -53,6 +57,18 @@ def test_models_that_differ_are_found_at_construction(rank: int) -> None:
     with pytest.raises(ValueError, match=r"fully_shard_model: .* rank 0 has 'parameter 0.bias"):
         fully_shard_model(nn.Sequential(nn.Linear(4, 5 + rank), nn.Linear(5 + rank, 3)))
     build_trainer(CASE, "optim_grads_params", device)  # the groups are still usable
+
+
+def test_processes_on_one_gpu_are_told_to_set_their_device(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise RuntimeError("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60")
+
+    monkeypatch.setattr(dist, "all_gather_object", fails)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(RuntimeError, match=r"cuda:0 is .* Call torch\.cuda\.set_device"):
+        first_difference(["a line"], [dist.group.WORLD])
 
 
 ONE_BY_ONE = (

@@ -7,12 +7,15 @@ copies beside each other and beside the next forward; no buffer of the wrapper i
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import save_on_cpu
 
@@ -24,6 +27,7 @@ from megatron_fsdp_adapter.plan.memory import (
     bytes_between_steps,
     most_bytes,
 )
+from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.checks import Step, check_run_bits, check_same_bits, free_run
 from tests.lib.gpt.gpt import (
     STRATEGIES,
@@ -118,6 +122,31 @@ def memory(rank: int, world: int, strategy: str) -> str:
         f"{strategy}: {expected:,} between steps, at most {peak:,} of {most_bytes(held):,} and "
         f"activations, {on_host:,} on the host"
     )
+
+
+def saved_and_loaded(rank: int, world: int, strategy: str) -> str:
+    """A run goes on from its checkpoint as if it had not been stopped."""
+    device = init_megatron()
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, device=device)
+
+    def steps(trainer: Trainer, first: int) -> list[Any]:
+        return [train_step(trainer, batches(UNEVEN, n, rank, device)) for n in (first, first + 1)]
+
+    trainer = build_trainer(UNEVEN, strategy, device, ddp=STREAMED)
+    steps(trainer, 0)
+    saved(trainer, folder[0])
+    expected = steps(trainer, 2)
+    del trainer
+    gc.collect()
+    resumed = build_trainer(UNEVEN, strategy, device, ddp=STREAMED)
+    loaded(resumed, folder[0])
+    found = steps(resumed, 2)
+    assert found == expected, (found, expected)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    return str(expected)
 
 
 MANY_TOKENS = WIDE.but(seq=512, batch=64, microbatches=1)
@@ -333,6 +362,7 @@ DEVICE_CHECKS: dict[str, Check] = {
     **{f"bits, {s}": Check(same_bits, (s, False)) for s in STRATEGIES},
     "bits, hidden 4096": Check(same_bits, (ZERO_3, True)),
     **{f"memory, {s}": Check(memory, (s,)) for s in (ZERO_1, ZERO_3)},
+    **{f"saved, {s}": Check(saved_and_loaded, (s,)) for s in STRATEGIES},
     "copies beside compute": Check(copies_beside_compute),
     "updates beside the next forward": Check(updates_beside_the_next_forward),
 }

@@ -202,15 +202,20 @@ def test_bounds_depend_on_device_and_dtype(
     assert digits(*sides) == (2, 1)  # the loss, and the norm
 
 
-def test_norms_that_megatron_counts_once_a_replica_are_left_out() -> None:
-    """Only those: with bf16 and two optimizer instances, stock's norm is sqrt(2) of the model's."""
+def test_norms_of_weights_that_megatron_takes_otherwise_are_left_out() -> None:
+    """Only those: with bf16 and two optimizer instances, stock's norm is sqrt(2) of the model's; in
+    fp32, with gathers in the next forward, it is that of older weights."""
     flags = "--bf16", "--num-distributed-optimizer-instances 2"
+    late = ("--overlap-param-gather",)
     line = "iteration 1/ 4 | lm loss: {loss} | params norm: {norm} |"
     stock = Done([Run(0, line.format(loss=5.0, norm=27.2))])
     for given, loss, outcome in (
         (flags, 5.0, verdict.OK),
         (flags, 6.0, verdict.WRONG),
         (flags[:1], 5.0, verdict.WRONG),
+        (late, 5.0, verdict.OK),
+        (late, 6.0, verdict.WRONG),
+        ((*late, "--bf16"), 5.0, verdict.WRONG),
     ):
         ours = Done([Run(0, line.format(loss=loss, norm=19.2))])
         found = verdict_of_cycle([Stage("optim", 2, "exit", given)], stock, ours)

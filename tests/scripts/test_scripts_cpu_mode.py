@@ -79,6 +79,14 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_mode.enable_cpu_mode()
 
 
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_refuses_where_core_has_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = type("FusedAdam", (), {"__module__": "transformer_engine.pytorch.optimizers"})
+    monkeypatch.setattr("megatron.core.optimizer.Adam", adam)
+    with pytest.raises(RuntimeError, match="with transformer_engine: .* without it"):
+        cpu_mode.enable_cpu_mode()
+
+
 def _patched_places() -> list[tuple[str, str, object]]:
     """(owner, attribute, value in the owner's own dictionary) of every row."""
     found = [(row.path, patches.place(row)) for row in (*PRESENT, *cpu_mode.FUNCTIONS)]

@@ -39,8 +39,7 @@ from .partition import ManagedParam
 
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     """A DTensor of item `index`'s global shape over this rank's rows `local`. It is torch's own
-    where rows are split as torch splits them (`EngineConfig.even_rows`), else an `UnevenDTensor`,
-    which also works with main weights in host memory: its `detach` does.
+    where rows are split as torch splits them (`EngineConfig.even_rows`), else an `UnevenDTensor`.
 
     If the mesh ends in an axis over which the model itself splits tensors, the global shape is that
     of the whole tensor. The group's layout has one part of it. Rows are split unevenly and without
@@ -59,8 +58,7 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
     stride = torch.empty(shape, device="meta").stride()
-    is_torchs = group.config.even_rows and is_split_as_by_torch(group)
-    if is_torchs and not group.main.is_on_host:
+    if group.config.even_rows and is_split_as_by_torch(group):
         return dtensor_over(local, group.domain.mesh, placements, shape, stride)
     return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
 

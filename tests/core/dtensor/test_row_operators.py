@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
 
@@ -278,3 +279,14 @@ def test_operators_give_and_write_what_they_do_of_whole_tensors(rank: int, world
                 close(param, whole, name, number)
         empty = [param.to_local().numel() == 0 for param in made.parameters()]
         assert any(empty) or rank == 0, "every rank has rows of all parameters"
+
+
+def test_weights_in_host_memory_that_report_a_device_have_a_detach(alone: None) -> None:
+    """`state_dict` calls it. That of torch 2.11 wants one device; "meta" stands for a GPU here."""
+    mesh = init_device_mesh("cpu", (1,))
+    made = UnevenDTensor.over(torch.empty(4, 3, device="meta"), mesh, [Shard(0)], (4, 3), (3, 1))
+    weight: Any = nn.Parameter(made)
+    weight._local_tensor = torch.ones(4, 3)
+    detached: Any = weight.detach()
+    assert isinstance(detached, UnevenDTensor) and not detached.requires_grad
+    assert detached._local_tensor.data_ptr() == weight._local_tensor.data_ptr()

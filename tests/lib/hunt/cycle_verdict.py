@@ -72,8 +72,11 @@ def _of_run(index: int, stock: Run, ours: Run, flags: str, tolerance: float) -> 
     # Of iterations that both have printed: a run that is killed may get further on one side.
     first, second = stock.values, ours.values
     common = first.keys() & second.keys()
-    if is_bf16 and "--num-distributed-optimizer-instances" in flags:
-        # Megatron adds up the shards of every replica in it (0.19.0): sqrt(2) of ours with two.
+    # Megatron 0.19.0 adds up the shards of every replica: sqrt(2) of ours with two.
+    counts_replicas = is_bf16 and "--num-distributed-optimizer-instances" in flags
+    # It reads weights of before the last step, where their gather waits for the next forward.
+    reads_old = not is_bf16 and "--overlap-param-gather" in flags
+    if counts_replicas or reads_old:
         common = {key for key in common if key[1] != "params norm"}
     lines = lm_log.differences(
         {key: first[key] for key in common}, {key: second[key] for key in common}, tolerance

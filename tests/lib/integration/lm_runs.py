@@ -49,6 +49,7 @@ GPU = Device(
     {
         "NVIDIA_TF32_OVERRIDE": "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1",  # stock's own, of delayed scaling
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCHDYNAMO_DISABLE": "1",
     },
