@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    print(f"{text}\n", end="", flush=True)  # one write: another thread prints to the same file
 
 
 class Rank:
