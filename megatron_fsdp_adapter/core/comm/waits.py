@@ -82,7 +82,7 @@ class RankState:
     Attributes:
         ended: how the rank has ended; "" if it has not.
         still_s: seconds since its last launch.
-        place: the line of the program that it is in.
+        place: the line of the program that it is in, and that it compiles, if it does.
         collective, members: a collective of the program that the rank is in, and that returns only
             when all these members have called it.
         waits_in, waits_at: the engine, by place in `engines`, and the launch that the host waits

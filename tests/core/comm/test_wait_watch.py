@@ -17,7 +17,6 @@ from tests.lib.ranks.launch import run_ranks, settle_ranks
 
 CHECKS = (
     "core/comm/wait_watch.py",
-    "core/comm/place.py",
     "core/comm/abort.py",
     "build/fault_report.py",
     "core/engine/launches.py",
