@@ -197,6 +197,34 @@ def test_a_gradient_that_is_kept_keeps_its_values(rank: int) -> None:
     assert made.head.weight.grad is not kept
 
 
+@on_ranks(2)
+def test_averaged_weights_are_evaluated_in_the_place_of_trained_ones(rank: int) -> None:
+    """A program keeps them as copies of the parameters, and writes them in two ways."""
+
+    def evaluated(shard: Any, writes: Any) -> list[float]:
+        made = sharded(shard, model())
+        optimizer = adam(made)
+        params = list(made.parameters())
+        averages = [param.detach().clone() for param in params]
+        losses = []
+        for first in (0, STEPS):
+            losses += train(made, optimizer, rank, first=first)[0]
+            trained = [param.detach().clone() for param in params]
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, params, 0.1)
+                for values in (averages, trained):
+                    for param, value in zip(params, values, strict=True):
+                        writes(param, value)
+                    losses.append(made(tokens(first, 0, rank)).mean().item())
+                    if shard is theirs:  # the root's weights would stay those that it has gathered
+                        made.reshard()
+        return losses
+
+    for writes in (torch.Tensor.copy_, lambda param, value: param.data.copy_(value)):
+        expected, found = (evaluated(shard, writes) for shard in (theirs, ours))
+        assert found == expected
+
+
 def _mesh(sizes: tuple[int, ...], *names: str) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names or None)
 
