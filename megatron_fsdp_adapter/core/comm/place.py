@@ -27,7 +27,7 @@ TRACER = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "convert_frame
 COMPILER = os.path.join(os.path.dirname(torch.__file__), "_inductor", "compile_fx.py")
 """The files of torch that a thread is in while it traces a function, or compiles a graph."""
 SITE = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
-"""Where packages are installed. It may lie inside of the standard library's folder."""
+"""The folder of installed packages. It may lie inside of the standard library's folder."""
 STANDARD = os.path.dirname(os.__file__) + os.sep
 PACKAGES = (
     os.path.join(SITE, "torch", ""),
