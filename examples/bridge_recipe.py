@@ -8,8 +8,11 @@ Words behind the file are overrides of the recipe, as Megatron-Bridge reads them
 package's: `apply_fsdp_overrides`, after all other overrides. It prints what it changes, and the
 wrapper prints its line: "FullyShardedDataParallel: strategy optim_grads_params over 8 ranks, ...".
 
-Run with Megatron-Bridge 0.3.1 and megatron-core 0.16.1 on two CPU processes, where a test makes the
-model tiny and replaces what a CPU lacks. Not run on GPUs.
+megatron-core from PyPI lacks a file that Megatron-Bridge needs: see docs/bridge.md.
+
+Run on two H200 with torch 2.11, Megatron-Bridge 0.6.2, megatron-core 0.19.2 and Transformer Engine
+2.20.2, with two layers of the recipe's width, through and resumed. A test runs it with Bridge 0.3.1
+and core 0.16.1 on two CPU processes, with a tiny model and replacements of what a CPU lacks.
 """
 
 import sys

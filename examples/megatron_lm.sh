@@ -9,8 +9,10 @@
 # "FullyShardedDataParallel: strategy optim_grads_params over 8 ranks, ... units".
 # Check it first, without starting it: `DOCTOR=1 bash examples/megatron_lm.sh`.
 #
-# Run with Megatron-LM core_v0.16.1 on two CPU processes, two layers of small width, without
-# kernels of Transformer Engine, by a test. Not run at this size.
+# Run on two H200 with torch 2.11, Megatron-LM core_v0.19.0 and Transformer Engine 2.20.2, with two
+# layers of this width, through and resumed: losses are within 3e-4 of those of Megatron's DDP. A
+# test runs it with core_v0.16.1 on two CPU processes, with two layers of small width and without
+# kernels of Transformer Engine. Not run with all 32 layers.
 set -euo pipefail
 : "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM}"
 gpus=${GPUS:-8}

@@ -6,8 +6,9 @@
 The only lines that differ from a program with PyTorch's FSDP2 are the import of this package and
 the call of `use_as_fsdp2`. Each process needs a GPU: without one, accelerate does not shard.
 
-Run with TRL 1.16, peft 0.21, transformers 5.24 and accelerate 1.15 on two CPU processes, where a
-test makes accelerate shard. Not run on GPUs.
+Run on two H200 with torch 2.11, TRL 1.16, peft 0.21, transformers 5.17 and accelerate 1.15: losses
+and norms of 4 steps equal those of PyTorch's FSDP2 in every printed digit. A test runs it with
+transformers 5.24 on two CPU processes, where it makes accelerate shard.
 """
 
 import argparse
