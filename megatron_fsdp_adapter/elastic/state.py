@@ -106,17 +106,22 @@ class ReplicaState:
         groups = []
         rows: list[dict[str, torch.Tensor]] = []
         values: list[dict[str, Any]] = []
+        # Kinds of devices of tensors in `values`: a transport may bring them to another one.
+        devices: list[dict[str, str]] = []
         for group in self._optimizer.param_groups:
             groups.append({name: one for name, one in group.items() if name != "params"})
             for param in group["params"]:
                 rows.append({})
                 values.append({})
+                devices.append({})
                 for name, value in self._optimizer.state.get(param, {}).items():
                     if isinstance(value, DTensor):
                         rows[-1][name] = _own_storage(value._local_tensor)
                     else:
                         values[-1][name] = value
-        return {"groups": groups, "rows": rows, "values": values}
+                        if isinstance(value, torch.Tensor):
+                            devices[-1][name] = value.device.type
+        return {"groups": groups, "rows": rows, "values": values, "devices": devices}
 
     def _load_optimizer_state(self, state: State) -> None:
         params = []
@@ -127,14 +132,19 @@ class ReplicaState:
                     group[name].copy_(value)
                 else:
                     group[name] = value
-        given = zip(params, state["rows"], state["values"], strict=True)
-        for param, rows, values in given:
+        given = zip(params, state["rows"], state["values"], state["devices"], strict=True)
+        for param, rows, values, devices in given:
             entry: dict[str, Any] = {}
             for name, local in rows.items():
                 own = local.to(param._local_tensor.device, copy=True)
                 entry[name] = dtensor_like(param, own)
             for name, value in values.items():
-                entry[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                entry[name] = value
+                if name in devices:
+                    # Counts of steps are on the GPU if the optimizer is fused, else on the host.
+                    is_on_host = devices[name] == "cpu"
+                    there = getattr(param, "_local_tensor", param).device
+                    entry[name] = value.to("cpu" if is_on_host else there, copy=True)
             if entry:
                 self._optimizer.state[param] = entry
             else:

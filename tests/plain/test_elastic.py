@@ -26,6 +26,7 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.build import replicas
 from megatron_fsdp_adapter.core.comm.managed import ReplicaRefused
 from megatron_fsdp_adapter.elastic.facts import facts_of, set_own_facts
+from megatron_fsdp_adapter.elastic.state import ReplicaState
 from tests.lib.elastic.planned import Attempt, PlannedManager
 from tests.lib.elastic.replica import data_of, digest, sharded
 from tests.lib.gpt.checks import check_same_bits, check_weights
@@ -370,3 +371,17 @@ def test_a_replica_that_differs_is_refused_before_it_reduces(rank: int) -> None:
         assert digest(model) == before
     finally:
         set_own_facts({})
+
+
+@pytest.mark.parametrize("kind", ["meta", "cpu"])
+def test_counts_of_steps_return_to_the_kind_of_device_that_they_were_on(kind: str) -> None:
+    """Torch's fused optimizers have them on the GPU, for which "meta" stands; what a transport
+    brings is on the host."""
+    param = nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = torch.optim.SGD([param])
+    state = ReplicaState([], optimizer, {}, facts_of([], optimizer))
+    optimizer.state[param] = {"step": torch.ones((), device=kind)}
+    sent = state._optimizer_state()
+    sent["values"] = [{"step": torch.ones(())}]
+    state._load_optimizer_state(sent)
+    assert optimizer.state[param]["step"].device.type == kind
