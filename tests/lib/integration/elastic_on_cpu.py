@@ -229,6 +229,8 @@ def main(argv: list[str]) -> int:
     waits = argv[0] == on_cpu.warm_start.SERVE
     on_cpu.prepare_megatron_lm(Path(argv[1 if waits else 0]).resolve().parent)
     if waits:
+        import torchft  # noqa: F401
+
         from megatron_fsdp_adapter.launch import runner  # noqa: F401
 
         return on_cpu.warm_start.serve(run)
