@@ -38,7 +38,7 @@ PARTS = ("hsdp", "sync", "async")
 WARM_UP = 5
 """Steps that are not counted."""
 JOIN_S = 10
-"""Seconds that the lighthouse waits for a replica that lives: they start at the same time."""
+"""Seconds that the lighthouse waits for a replica that lives."""
 
 Line = dict[str, Any]
 """A line that a process prints: of a step, or of a healing."""
@@ -97,6 +97,7 @@ class Rank:
             replica_id=f"replica_{self.number}",
             hostname="127.0.0.1",
             checkpoint_transport=timed_transport(patience),
+            init_sync=False,  # replicas begin with the same seed
         )
         allreduce = self._timed("allreduce", manager.allreduce)
         manager.allreduce = lambda tensor: Reduction(allreduce(tensor), self._timed)
@@ -136,8 +137,19 @@ class Rank:
         self._timed("rest", self.wait)()
         return 1000 * (time.perf_counter() - begin)
 
+    def meet(self) -> None:
+        """Waits until both processes of a part have come so far. One that came first would begin
+        without the other, which would take over its state then. A replica that returns goes on at
+        once."""
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MEETING"]), wait_for_workers=False)
+        part = self.options.part
+        if store.add(part, 1) >= 2:
+            store.set(f"{part} have met", "")
+        store.wait([f"{part} have met"], timedelta(seconds=self.options.limit))
+
     def train(self) -> None:
         """Trains until it is killed. Prints a line for each step."""
+        self.meet()
         number = 0
         while True:
             before = 0 if self.manager is None else self.manager.current_step()
@@ -317,6 +329,8 @@ def main() -> int:
     )
     address = lighthouse.address().rpartition(":")[2]
     os.environ["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{address}"
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["MEETING"] = str(meeting.port)
     say(f"torch {torch.__version__}, {vars(options)}")
     table = []
     for part in options.parts:
