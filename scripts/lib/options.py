@@ -25,7 +25,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp_adapter.megatron.options.option import Gib, gib
+from megatron_fsdp_adapter.megatron.options.option import Dtype, Gib, gib
+from megatron_fsdp_adapter.megatron.options.table import (
+    ELASTIC,
+    GATHER_GROUPS,
+    OPTIONS,
+    REPLICAS,
+    VERSION,
+)
 from megatron_fsdp_adapter.tools.models import sources
 from megatron_fsdp_adapter.tools.models.spec import flag
 
@@ -54,13 +61,20 @@ DDP = (
     "num_distributed_optimizer_instances", "use_megatron_fsdp",
     "reduce_scatter_with_fp32_accumulation", "fp8_param_gather",
 )  # fmt: skip
+ELSEWHERE = (GATHER_GROUPS, VERSION, ELASTIC, REPLICAS)
+"""Options of ours that are none of this script: it makes groups for gathers by itself, and does not
+train beside replicas that may die."""
+OURS = tuple(
+    option.name
+    for option in OPTIONS
+    if option.help and option.use and option.type != Dtype and option.name not in ELSEWHERE
+)
 FSDP = (
     "data_parallel_sharding_strategy", "nccl_ub", "fsdp_double_buffer",
-    "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter",
-    "suggested_communication_unit_size", "chunked_optimizer_state_offload",
-    "fsdp_unsharded_budget_gib", "megatron_fsdp_enable_fine_grained_param_gather",
+    "suggested_communication_unit_size", *OURS,
 )  # fmt: skip
-"""Fields of our DDP config, set with --use-megatron-fsdp only."""
+"""Fields of our DDP config, set with --use-megatron-fsdp only: some of core's, and each option of
+our table that has a flag and an effect. --bf16 and --grad-reduce-in-bf16 set dtypes."""
 FIELDS = (
     (TransformerConfig, (*MODEL, *EXPERTS, *FP8)),
     (OptimizerConfig, OPTIMIZER),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from lib.check import RULES, Machine, problems, resolve, validated
+from lib.model import ddp_config
 from lib.options import Options, parse
 
 from tests.lib.scripts.script_runs import ROOT, run_script
@@ -217,6 +218,15 @@ def test_a_mistake_is_one_error(
 def test_required_flags_are_all_named() -> None:
     with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads"):
         parse(["--num-layers=2"])
+
+
+def test_options_of_the_wrappers_table_are_flags_that_reach_its_config() -> None:
+    flags = ["--use-megatron-fsdp", "--fsdp-copy-engine-all-gather"]
+    config = ddp_config(_resolved(*flags, "--expert-outer-dp-sharding-strategy=optim")[0])
+    assert config.fsdp_copy_engine_all_gather
+    assert config.expert_outer_dp_sharding_strategy == "optim"
+    with pytest.raises(ValueError, match="--fsdp-elastic"):
+        parse([*GOOD, "--fsdp-elastic=host:1"])
 
 
 def test_command_line_overrides_preset(tmp_path: Path) -> None:

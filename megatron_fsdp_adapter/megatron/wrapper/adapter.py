@@ -33,6 +33,7 @@ from ..compat.table import install_beside_a_wrapper
 from ..inner_module import ShardedModule
 from ..layers import schedule_plans
 from ..layers.layer_graphs import layer_graphs
+from .announcement import announcement
 from .construction import Arguments, build, checked_index, force_options
 from .domains import SHARED_EMBEDDING
 from .export_adapter import export_source
@@ -122,7 +123,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._layers = layer_graphs(self.engine, module, config)
         # Read before `force_options` below changes it: the loop acts on the value that it set.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
-        text = force_options(given, self.engine, plan)
+        forced = force_options(given, self.engine)
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = buffer
         self.module.param_and_grad_buffer = buffer
@@ -134,7 +135,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         if dist.get_rank() == 0:
-            print(text, flush=True)
+            print(announcement(plan, self.engine.groups, config, forced), flush=True)
 
     def describe(self) -> str:
         """Returns a table of the groups of ranks, and of all parameters with their group."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...build.building import build_engine
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.engine import FsdpEngine
@@ -13,7 +15,6 @@ from ..options import capability, ddp_options, staging_options
 from ..options.rules import is_on
 from ..options.settings import WRAPPER, settle
 from ..options.table import DECOUPLED
-from .announcement import announcement
 from .arguments import Arguments
 from .domains import broadcast_left_alone
 from .model_plan import ModelPlan, plan_model
@@ -56,9 +57,10 @@ def build(
     return engine, plan, ParamAndGradBuffer(engine, memory, is_on(ddp_config, DECOUPLED))
 
 
-def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
-    """Sets the options that the wrapper needs in both configs; returns the line that it prints.
-    Switches off Transformer Engine's cache of quantized weights where it must not be used."""
+def force_options(given: Arguments, engine: FsdpEngine) -> dict[str, Any]:
+    """Sets the options that the wrapper needs in both configs; returns those that have changed, and
+    their values. Switches off Transformer Engine's cache of quantized weights where it must not be
+    used."""
     changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
     forced = {change.option: change.after for change in changes}
     has_recipe = capability.recipe_of(given.config) is not None
@@ -67,4 +69,4 @@ def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
     must_be_off = would_copy or asks_fusion(given.config)
     if must_be_off and switch_off_weight_cache(given.module):
         forced[CACHE_OPTION] = True
-    return announcement(plan, engine.groups, given.config, forced)
+    return forced
