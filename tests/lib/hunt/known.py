@@ -57,6 +57,10 @@ KNOWN = (
     Known(r"wrong: .*--mtp-num-layers .*--pipeline-model-parallel-size .*",
           "Megatron's resume of MTP over stages loses state, other on 1 rank and on 2; ours is "
           "the run that never stopped (tests/integration/test_megatron_lm.py, mtp pp2)"),
+    Known(r"wrong: .*--hidden-dropout.*--tensor-model-parallel-size.*",
+          "CPU mode has one generator for host and device. The data loader of the first "
+          "tensor-parallel rank draws from it, so dropout, and the parameters that all of these "
+          "ranks have, differ between them; checkpoints have the copy of one"),
 )
 # fmt: on
 
