@@ -5,8 +5,7 @@
 
 Two lines are this package's: an import, and the call of `use_as_fsdp2`. torchtitan's own command
 needs neither: set MEGATRON_FSDP_ADAPTER_USE_AS=fsdp2 for `torchrun ... -m torchtitan.train ...`.
-Run with torchtitan 0.3.0 and torch 2.13 on two CPU processes, which a test tells it to use. Not run
-on GPUs: torchtitan 0.3.0 cannot be imported with torch 2.11, which the GPUs had.
+Run with torchtitan 0.3.0 and torch 2.13 on two CPU processes, by a test. Not run on GPUs.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ wrapped reader of Megatron-LM, around a stand-in for it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,10 +166,11 @@ def test_layers_of_other_stages_are_not_dropped_ones(rank: int, root: Path) -> N
         )
     wanted = {"model": {keys[rank]: torch.zeros(2), "norm": torch.zeros(2)}}
     by = strictness.strictness_of(None)
-    asked = checkpoint_drivers.Asked(root / "two", True, by, None)
+    asked = checkpoint_drivers.Asked(root / "two", True, by, None, None)
     prepared, _ = checkpoint_drivers.agreed(wanted, asked)
     assert prepared["model"].keys() == wanted["model"].keys()
+    asked = replace(asked, folder=root / "three")
     with pytest.raises(ValueError, match=r"not in the state \(1\)") as caught:
-        checkpoint_drivers.agreed(wanted, checkpoint_drivers.Asked(root / "three", True, by, None))
+        checkpoint_drivers.agreed(wanted, asked)
     assert keys[2] in str(caught.value)
     assert not any(key in str(caught.value) for key in keys[:2])
