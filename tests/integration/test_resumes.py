@@ -131,7 +131,7 @@ RESUMES = (
     Resume(f"--no-load-optim {FASTER}"),
     Resume("--finetune"),
     Resume(f"--finetune {OWN_RATE}"),
-    Resume("--no-save-optim", REFUSED, ("no_save_optim=True (--no-save-optim)", "--no-load-optim")),
+    Resume("--no-save-optim", REFUSED, ("no_save_optim=True: Megatron-LM", "Add --no-load-optim")),
     Resume("", STOP, ("has no optimizer state", "Add --no-load-optim"), "--no-save-optim", True),
     Resume("--no-load-optim", base="--no-save-optim", instead=True),
 )  # fmt: skip
