@@ -220,7 +220,9 @@ class UnevenDTensor(DTensor):
         local = self._local_tensor
         if local.device == self.device:
             detached: Any = super().detach()
-        else:  # Main weights in host memory. Torch wants both results on the reported device.
+        else:
+            # Main weights in host memory, of a parameter that reports the GPU. Torch 2.11 refuses
+            # to give its result another device than that.
             detached = DTensor(local.detach(), self._spec, requires_grad=False)
         made = with_chunks(detached, self.chunks)
         made.window = self.window
