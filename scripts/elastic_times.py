@@ -57,8 +57,10 @@ class Rank:
         self.number = int(os.environ["NUMBER"])  # of the replica
         self.spent: dict[str, float] = {}  # milliseconds of the host in this step, by what it does
         on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", self.number) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cpu")
         if on_gpu:
+            # Processes may share a GPU (`get_nccl.sh`): then seconds count, and steps do not.
+            self.device = torch.device("cuda", self.number % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if on_gpu else "gloo")
         self.manager = self._manager() if self.is_elastic else None  # torchft's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,17 +24,20 @@ class CudaGraphs:
 
     generators: of random numbers, beside the device's own, that captured functions draw from. They
         must be in a state that graphs can use.
+    around: a context in which functions are captured, for libraries that have to know of it.
     """
 
     def __init__(
         self,
         device: torch.device,
         generators: Callable[[], Iterable[torch.Generator]] = tuple,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         # One for all captures. Autograd runs the nodes of a captured forward on the stream that
         # they were made on, so the backward has to be captured on that stream too.
         self._stream = torch.cuda.Stream(device=device)
         self._generators = generators
+        self._around = around
 
     def wait(self) -> None:
         """Waits for all replays, after which graphs may be deleted. Between two steps only."""
@@ -80,7 +84,8 @@ class CudaGraphs:
                 # Other threads (a watchdog of NCCL's) go on asking the device for events.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    result = function()
+                    with self._around():
+                        result = function()
                 except BaseException as error:
                     _end_after(graph, error)
                     raise

@@ -17,6 +17,7 @@ had before the capture, and after it in the state that it had after the capture:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
@@ -28,12 +29,21 @@ class FullIterationGraphs:
     """Watches one wrapper's calls for captures, and keeps the engine's state fit for replays.
 
     is_capturing: whether what is called now goes into a graph; by default the engine's runtime is
-    asked.
+    asked. around: a context in which training iterations are captured, for libraries that have to
+    know of it.
     """
 
-    def __init__(self, engine: FsdpEngine, is_capturing: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        engine: FsdpEngine,
+        is_capturing: Callable[[], bool] | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._engine = engine
         self._is_capturing = is_capturing or engine.runtime.is_capturing
+        self._around = around
+        # Holds `around` from the begin of a capture to its end.
+        self._entered = ExitStack()
         # A capture of a training iteration has begun, and has not ended.
         self._open = False
         # The next eager training step has to forget the gradients.
@@ -71,6 +81,7 @@ class FullIterationGraphs:
         engine.gather.mark_stale()
         if training:
             engine.zero_grads()
+            self._entered.enter_context(self._around())
             self._open = True
 
     def gradients_finished(self) -> None:
@@ -78,6 +89,7 @@ class FullIterationGraphs:
         if not self._open:
             return
         self._open = False
+        self._entered.close()
         self._engine.gather.quiesce()
         for group in self._engine.groups:
             if group.key.requires_grad:

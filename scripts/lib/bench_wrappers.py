@@ -155,8 +155,13 @@ def build(subject: Subject, options: Options, place: Place) -> Runner:
     """A wrapper around a new model, whose initial weights depend only on the seed."""
     options = row_options(subject, options)
     torch.manual_seed(options.seed)
+    captures = bool(subject.captures)
+    # Transformer Engine's tracker where that is installed: in captures it accepts no other.
     tensor_parallel.model_parallel_cuda_manual_seed(
-        options.seed, use_cudagraphable_rng=bool(subject.captures), force_reset_rng=True
+        options.seed,
+        te_rng_tracker=captures,
+        use_cudagraphable_rng=captures,
+        force_reset_rng=True,
     )
     makers = {"floor": _floor, "floor-graph": _floor, "fsdp2": _fsdp2}
     runner = makers.get(subject.kind, _with_core_optimizer)(subject, options, place)

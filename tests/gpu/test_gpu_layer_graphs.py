@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -58,6 +59,8 @@ CASE = Case(
     microbatches=2,
 )
 STEPS = 6
+OTHER_KERNELS = 0.02
+"""Bound of losses and norms whose attention other kernels compute, in bf16."""
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_grouped_gemm": True,
@@ -72,7 +75,8 @@ EXPERTS = {
 class Cell:
     """parts: core's names of what is captured; graphs: how many a layer has, forward and backward;
     case, options, ddp: changes of the case, fields of the model's and of the DDP config; lengths:
-    of the sequences of the steps in turn, of which the one of the third step is captured."""
+    of the sequences of the steps in turn, of which the one of the third step is captured; same:
+    bits are equal, or else within bounds of bf16."""
 
     parts: tuple[str, ...] = ()
     graphs: int = 1
@@ -81,6 +85,7 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=lambda: SLOTS)
     lengths: tuple[int, ...] = (CASE.seq,)
+    same: bool = True
 
 
 FUSED = {"fused": True}
@@ -95,6 +100,10 @@ CELLS = {
     "recomputed attention": Cell(case={"recompute": "selective-core_attn"}),
     "two lengths": Cell(lengths=(128, 64)),
     "dropout": Cell(options={"hidden_dropout": 0.1}),
+    "dropout of attention": Cell(options={"attention_dropout": 0.1}),
+    # Not a multiple of 128: Transformer Engine may take another attention in captures.
+    "odd length": Cell(case={"seq": 96}, lengths=(96,), same=False),
+    "replicas": Cell(strategy="no_shard"),
     "experts": Cell(options=EXPERTS),
     "experts, fused": Cell(case=FUSED, options=EXPERTS),
     "FP8": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
@@ -132,7 +141,7 @@ def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
         {**cell.options, **asked},
         lambda model: torch.cuda.manual_seed(4321),  # dropout draws from here on
         {"check_for_nan_in_grad": True, **cell.ddp},
-        use_cudagraphable_rng=True,
+        te_rng_tracker=True,
         force_reset_rng=True,
     )
 
@@ -152,6 +161,14 @@ def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[An
     yield full_weights(trainer)
 
 
+def _flat(numbers: list[Any]) -> list[float]:
+    """Losses and norms, of steps and evaluations, one after the other."""
+    flat: list[float] = []
+    for one in numbers:
+        flat += one if isinstance(one, tuple) else [one]
+    return flat
+
+
 def same_bits(rank: int, world: int, name: str) -> str:
     cell = CELLS[name]
     device = init_megatron()
@@ -162,8 +179,11 @@ def same_bits(rank: int, world: int, name: str) -> str:
     trainer = _trainer(cell, device, captured=True)
     graphs = trainer.wrapper._layers
     *found, mine = _train(trainer, cell.lengths, rank)
-    assert found == expected, f"{name}: {found} for {expected}"
-    check_same_bits(mine, weights, name)
+    if cell.same:
+        assert found == expected, f"{name}: {found} for {expected}"
+        check_same_bits(mine, weights, name)
+    else:
+        assert _flat(found) == pytest.approx(_flat(expected), rel=OTHER_KERNELS), name
     assert graphs.captured == CASE.num_layers * cell.graphs, (name, graphs.captured)
     others = {why for _, why in graphs.ran_eagerly if "other shapes" not in why}
     assert graphs.replayed and not others, (graphs.replayed, graphs.ran_eagerly)

@@ -62,7 +62,7 @@ def check(
             fields,
             lambda model: torch.cuda.synchronize(),
             {} if kind is None else kind.ddp,
-            use_cudagraphable_rng=True,
+            te_rng_tracker=True,
             force_reset_rng=True,
         )
 

@@ -25,6 +25,7 @@ from ...core.engine.engine import FsdpEngine
 from ...graphs.capture import CudaGraphs
 from ...graphs.layer_graphs import LayerGraphs
 from ..options.cuda_graphs import captures_layers, modules_asked_for
+from .te_captures import check_tracker, telling_te
 
 _MANAGER = "cudagraph_manager"
 _PARTS = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
@@ -39,12 +40,13 @@ def layer_graphs(
     if not captures_layers(config):
         return None
     take_off_managers(module)
+    check_tracker(module)
     dispatchers = [
         one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
     ]
     return LayerGraphs(
         engine,
-        graphs or CudaGraphs(engine.runtime.device, _generators),
+        graphs or CudaGraphs(engine.runtime.device, _generators, telling_te),
         list(captured_modules(module, modules_asked_for(config))),
         int(getattr(config, "cuda_graph_warmup_steps", 3)),
         _shared_buffers,
@@ -121,7 +123,8 @@ def _generators() -> list[torch.Generator]:
     if copies:
         raise RuntimeError(
             f"CUDA graphs of layers cannot draw from the random states {', '.join(copies)}, which "
-            "are copied in and out. Set use_te_rng_tracker=True (--te-rng-tracker), or "
-            "use_cudagraphable_rng=True where model_parallel_cuda_manual_seed is called"
+            "are copied in and out. Set use_te_rng_tracker=True (--te-rng-tracker), or, without "
+            "Transformer Engine, use_cudagraphable_rng=True where model_parallel_cuda_manual_seed "
+            "is called"
         )
     return list(states.values())

@@ -66,7 +66,8 @@ def _recomputes(part: str, config: Any) -> bool:
     return part in parts and _granularity(config) == "selective"
 
 
-def _scales_by_delayed_recipe(config: Any) -> bool:
+def scales_by_delayed_recipe(config: Any) -> bool:
+    """True if the model config selects FP8 with delayed scaling."""
     recipe = _name_of(getattr(config, "fp8_recipe", None))
     return is_on(config, "fp8") and recipe == "delayed"
 
@@ -135,7 +136,7 @@ GRAPH_RULES: Rules = (
         ),
         Rule(
             "fp8_recipe",
-            _scales_by_delayed_recipe,
+            scales_by_delayed_recipe,
             "'delayed' updates scales only of modules that were called, but a replay calls none. "
             "Use 'tensorwise', 'blockwise' or 'mxfp8'",
         ),

@@ -324,8 +324,12 @@ def chunk_of(
     topology = topology_of(cell)
     torch.manual_seed(case.seed)
     graph = cell["target"] == "gpu" and cell["graph"] != "off"
+    # Transformer Engine's tracker where that is installed: in captures it accepts no other.
     model_parallel_cuda_manual_seed(
-        case.seed, use_cudagraphable_rng=graph, force_reset_rng=torch.cuda.is_available()
+        case.seed,
+        te_rng_tracker=graph,
+        use_cudagraphable_rng=graph,
+        force_reset_rng=torch.cuda.is_available(),
     )
     vp_stage = chunk if topology.vpp else None
     # Without Transformer Engine core takes what stands in for its classes for the classes.
