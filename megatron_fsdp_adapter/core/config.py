@@ -102,6 +102,9 @@ class MixedPrecisionPolicy:
         as_fsdp2: True uses the dtypes of torch's FSDP2 for gradients; `fully_shard` sets it.
             Gradients accumulate in the dtype of their parameter. Without `grad_comm_dtype` they are
             sent in the dtype of backward. Sums are scaled in the dtype that was sent.
+        since_torch_2_15: with `as_fsdp2`, True uses the dtypes of torch 2.15 and newer. Without
+            `grad_comm_dtype` gradients are sent in the dtype of their parameter. They are cast to
+            the dtype that is sent before they are added up, and to no narrower one.
         fp32_sums: True sums in float32 whatever dtype is sent, with `as_fsdp2` only.
 
     Raises:
@@ -113,6 +116,7 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     as_fsdp2: bool = False
+    since_torch_2_15: bool = False
     fp32_sums: bool = False
 
     def __new__(cls, *args: Any, **given: Any) -> MixedPrecisionPolicy:
@@ -155,7 +159,7 @@ class MixedPrecisionPolicy:
         `computed`."""
         if not self.as_fsdp2:
             return self
-        comm = self.grad_comm_dtype or computed
+        comm = self.grad_comm_dtype or (own if self.since_torch_2_15 else computed)
         return replace(self, main_grads_dtype=own, grad_comm_dtype=comm)
 
 

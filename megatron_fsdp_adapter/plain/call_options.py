@@ -26,6 +26,11 @@ FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
 """Name of the argument that has sums of bfloat16 gradients in float32."""
 
 
+SINCE_TORCH_2_15 = torch.__version__ >= (2, 15)  # type: ignore[operator]
+"""True if torch's function has the dtypes of gradients of torch 2.15 and newer: these follow the
+parameter, and no longer the compute dtype."""
+
+
 @dataclass(frozen=True, eq=False)
 class FullyShardOptions:
     """The arguments of one call of `fully_shard`.
@@ -104,6 +109,7 @@ class FullyShardOptions:
             grad_comm_dtype=given.reduce_dtype,
             compute_dtype=given.param_dtype,
             as_fsdp2=True,
+            since_torch_2_15=SINCE_TORCH_2_15,
             fp32_sums=self.fp32_sums,
         )
 

@@ -15,7 +15,7 @@ from ..core.engine.tensor_parallel import problem_of
 from ..core.problems import raise_problems
 from ..plan.module_problems import TRAINED_DTYPES, module_problems
 from . import extended
-from .call_options import FullyShardOptions
+from .call_options import SINCE_TORCH_2_15, FullyShardOptions
 from .fsdp2_model import (
     SUBJECT,
     WITHIN,
@@ -44,7 +44,12 @@ def check_call(
     for entry in params_to_shard(module, options):
         param = entry.param
         own = placed.elsewhere.get(id(param), options)
-        problem = extended.problem_of(param, options.offload, options.policy.param_dtype)
+        computed, problem = _computed_in(param, options)
+        if computed is not None:
+            placed.computed[id(param)] = computed
+        problem = problem or _problem_of_grads(param)
+        computed = computed or options.policy.param_dtype
+        problem = problem or extended.problem_of(param, options.offload, computed)
         if isinstance(param, DTensor):
             problem = problem or problem_of(param, own.mesh, own.whole)
         elif own.whole is not None and left_out_of(own.whole):
@@ -86,6 +91,34 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
             f"it is a part of a {type(around).__name__} that fully_shard was called with before. "
             "Call fully_shard for inner modules first"
         )
+
+
+def _computed_in(param: nn.Parameter, options: FullyShardOptions) -> tuple[torch.dtype | None, str]:
+    """The dtype that `param_dtype_override_fn` of the policy (torch 2.15) returns for a parameter,
+    None if that is the policy's; and what is wrong with it, "" if nothing is."""
+    override = getattr(options.policy, "param_dtype_override_fn", None)
+    if override is None:
+        return None, ""
+    returned = override(param)
+    allowed = (None, options.policy.param_dtype, param.dtype)
+    if returned not in allowed:
+        return None, (
+            f"param_dtype_override_fn returned {returned!r}. Return None, its own dtype "
+            f"{param.dtype}, or param_dtype={options.policy.param_dtype}"
+        )
+    return returned, ""
+
+
+def _problem_of_grads(param: nn.Parameter) -> str:
+    """The reason why gradients cannot have the dtype that a program has set, and what to do; empty
+    if it has set none."""
+    wanted = param.grad_dtype  # type: ignore[attr-defined]
+    if not SINCE_TORCH_2_15 or wanted == param.dtype or not param.requires_grad:
+        return ""
+    return (
+        f"its grad_dtype={wanted} is not supported: gradients have the parameter's own dtype. "
+        f"Leave grad_dtype unset, or use torch's fully_shard for this model"
+    )
 
 
 def _place(

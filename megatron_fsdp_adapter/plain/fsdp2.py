@@ -221,6 +221,28 @@ class FSDP2Module(NotCopyable, FSDPModule):
     set_custom_reduce_scatter = set_custom_all_gather
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """RuntimeError for `keep=True`: units take gathered weights from memory that they share."""
+        if keep:
+            raise RuntimeError(
+                "set_keep_unsharded_storage(True): megatron_fsdp_adapter's fully_shard gathers "
+                "weights into memory that comes and goes. Leave the call out, pass "
+                "reshard_after_forward=False, or use torch's fully_shard for this model"
+            )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """RuntimeError for `enabled=True`: each backward ends by itself."""
+        if enabled:
+            self.finalize_backward()
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """RuntimeError: each backward ends by itself."""
+        raise RuntimeError(
+            "set_manual_backward_finalization(True), finalize_backward: megatron_fsdp_adapter's "
+            "fully_shard ends each backward by itself. Leave the calls out, and defer reductions "
+            "by set_requires_gradient_sync(False), or use torch's fully_shard for this model"
+        )
+
     # Names that functions of torch read of a module's state. `register_fsdp_forward_method` calls
     # the two hooks around a method. `share_comm_ctx` looks for streams, which the engine has.
     _comm_ctx = None
@@ -363,7 +385,7 @@ def fully_shard(
         manager=elastic,
     )
     # All are checked before one is changed.
-    placed = OwnPlaces({}, {})
+    placed = OwnPlaces({}, {}, {})
     for one in modules:
         show_tied(managed_params(one))
         check_call(one, shard_placement_fn, options, placed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -157,12 +158,15 @@ def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
 
 
 class OwnPlaces(NamedTuple):
-    """Places of parameters that are not split by rows over the ranks of a call, by id."""
+    """What is particular to parameters of a call, by id: places of those that are not split by rows
+    over its ranks, and dtypes."""
 
     # Options over the ranks of each that is to be sharded over other ones.
     elsewhere: dict[int, FullyShardOptions]
     # The dim of each that is not split along the first one.
     dims: dict[int, int]
+    # The dtype in which each computes for which the policy has one of its own.
+    computed: dict[int, torch.dtype]
 
 
 def shard_now(
@@ -182,8 +186,10 @@ def shard_now(
     made = {}
     for own, entries in by_ranks.items():
         place = (own.groups, own.domain, device, own.keep, placed.dims)
-        for one in shard_params(SUBJECT, entries, *place):
-            made[id(one.sharded)] = one
+        made_here = shard_params(SUBJECT, entries, *place)
+        for entry, one in zip(entries, made_here, strict=True):
+            computes_in = placed.computed.get(id(entry.param))
+            made[id(one.sharded)] = one._replace(computes_in=computes_in)
     return made
 
 
@@ -394,10 +400,14 @@ def _plans(root: nn.Module, domains: ModelDomains) -> list[UnitPlan]:
         # The class of a marked module is a subclass of its own one.
         if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward:
             look_ups.add(type(child))
+    known = known_params(root)
     entries = []
     for entry in _params_of_model(root, units, domains):
         policy = mark_on(units.get(entry.unit, root)).options.policy
         dtype = policy.param_dtype
+        found = known.get(id(entry.sharded))
+        if found is not None and found.computes_in is not None:
+            dtype = found.computes_in
         if entry.extension is not None:
             entry.extension.policy = policy
         entries.append(replace(entry, format=format_of(entry), compute_dtype=dtype))

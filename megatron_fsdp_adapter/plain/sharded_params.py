@@ -72,6 +72,8 @@ class ShardedParam(NamedTuple):
     original: nn.Parameter | None
     # The ranks that share it.
     domain: ShardDomain
+    # The dtype in which it computes, if the call's policy has another one for it than for others.
+    computes_in: torch.dtype | None = None
 
 
 def is_sharded_over(param: Any, domain: ShardDomain) -> bool:

@@ -44,7 +44,7 @@ from megatron_fsdp_adapter import (
 )
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter.plain.casts import cast
-from megatron_fsdp_adapter.plain.fsdp2 import HINTS
+from megatron_fsdp_adapter.plain.fsdp2 import HINTS, FSDP2Module
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import full, full_all
 from tests.lib.plain.fsdp2_shapes import (
@@ -624,6 +624,15 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     assert len({*first}) == len(first), "empty shards have places, too"
     for name in HINTS:
         getattr(made, name)(True)
+    theirs_alone = [name for name in vars(FSDPModule) if name not in vars(FSDP2Module)]
+    assert all(name.startswith("_") for name in theirs_alone), "they would run on our module"
+    made.set_keep_unsharded_storage(False)
+    made.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="set_keep_unsharded_storage.*Leave the call out"):
+        made.set_keep_unsharded_storage(True)
+    for calls in (lambda: made.set_manual_backward_finalization(True), made.finalize_backward):
+        with pytest.raises(RuntimeError, match="finalize_backward.*Leave the calls out"):
+            calls()
     before = model().get_parameter("blocks.1.up.weight")
     assert _sharded_between_passes(made)
     block.unshard(async_op=True).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
 
 from megatron_fsdp_adapter import fully_shard as ours
+from megatron_fsdp_adapter.plain.call_options import SINCE_TORCH_2_15
 from tests.lib.gpt.gpt import full, full_all
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -22,6 +24,7 @@ CHECKS = (
     "plain/fsdp2_model.py",
     "core/config.py",
     "core/engine/grad_buffers.py",
+    "core/engine/grad_dtypes.py",
     "core/engine/reduction.py",
 )
 
@@ -58,6 +61,22 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x).float().square().mean()
+
+
+class Mixed(nn.Module):
+    """A linear layer whose scale and bias may compute in another dtype than its weight. The weight
+    is read twice, so that its gradients are added up in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        once = nn.functional.linear(x.to(weight.dtype), weight)
+        twice = nn.functional.linear(once.tanh(), weight)
+        return twice.float() * self.scale + self.linear.bias
 
 
 def sharded(shard: Any, dtypes: Sequence[Dtypes], **options: Any) -> Any:
@@ -164,7 +183,68 @@ def test_replicas_sum_in_the_dtypes_of_torchs_function(
     assert not differing(dtypes, rank, mesh=mesh)
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, BF16, None), (BF16, None, FP32)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, BF16, BF16), (BF16, None, FP32)], ids=str)
 @on_ranks(1, whole=True)
 def test_one_rank_rounds_as_several_do(rank: int, dtypes: Dtypes) -> None:
     assert not differing([dtypes] * 3, rank)
+
+
+OVERRIDES = any(one.name == "param_dtype_override_fn" for one in fields(MixedPrecisionPolicy))
+needs_overrides = pytest.mark.skipif(not OVERRIDES, reason="needs torch 2.15")
+
+
+def mixed(shard: Any, reduces: torch.dtype | None, override: Any) -> Any:
+    torch.manual_seed(3)
+    made = nn.Sequential(Mixed(), Mixed())
+    policy = MixedPrecisionPolicy(BF16, reduces, param_dtype_override_fn=override)  # type: ignore[call-arg]
+    for part in (*made, made):
+        shard(part, mp_policy=policy)
+    return made
+
+
+def vectors_in_float32(param: torch.Tensor) -> torch.dtype | None:
+    return FP32 if param.ndim == 1 else None
+
+
+@needs_overrides
+@pytest.mark.parametrize("reduces", (None, BF16, FP32), ids=str)
+@on_ranks(2)
+def test_parameters_of_a_unit_compute_in_dtypes_of_their_own(
+    rank: int, reduces: torch.dtype | None
+) -> None:
+    """While gradients are reduced in each backward, and while they are added up before."""
+    found = []
+    for shard in (theirs, ours):
+        made = mixed(shard, reduces, vectors_in_float32)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(rank)
+        numbers = []
+        for microbatch in range(6):
+            made.set_requires_gradient_sync(microbatch in (0, 2, 5))
+            loss = made(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            numbers.append(loss.item())
+            if microbatch in (0, 2, 5):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((numbers, full_all(dict(made.named_parameters()))))
+    (expected, theirs_at_end), (numbers, weights) = found
+    assert numbers == expected
+    for name, value in theirs_at_end.items():
+        assert torch.equal(weights[name], value), name
+
+
+@needs_overrides
+@on_ranks(2)
+def test_a_dtype_of_its_own_is_that_of_the_parameter_or_of_the_policy(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"linear.weight .* returned torch.float16\. Return None"):
+        mixed(ours, None, lambda param: FP16)
+
+
+@pytest.mark.skipif(not SINCE_TORCH_2_15, reason="torch's function does not read it")
+@on_ranks(2)
+def test_another_dtype_of_gradients_is_refused(rank: int) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).to(BF16)
+    layer.weight.grad_dtype = FP32  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"weight .*grad_dtype=torch.float32 is not supported"):
+        ours(layer)

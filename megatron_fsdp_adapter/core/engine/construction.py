@@ -30,6 +30,7 @@ from .buffer import (
     weights_in_slot,
 )
 from .extensions import take_compute_dtype
+from .grad_dtypes import set_grad_dtypes
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
 from .params import ParameterSwitch, ParamPair, UnitSlots
@@ -222,6 +223,8 @@ def build_units(
             )
             groups.append(group)
         show_gathered(plan)
+        for group in groups:
+            set_grad_dtypes(group.managed, group.config.policy, begins_sums=False)
         unit = Unit(plan, ordinal, groups, plan.strategy or config.strategy, quantized)
         units.append(unit)
         if not unit.keeps_weights:

@@ -351,7 +351,10 @@ class ExtendedParam:
         size = self._size
 
         def take(grad: torch.Tensor) -> None:
-            grad = as_plain(grad).to(managed.dtype)
+            grad = as_plain(grad)
+            wanted = managed.grad_dtype  # type: ignore[attr-defined]
+            if wanted is not None:
+                grad = grad.to(wanted)
             add_grad(managed, parts_as_rows(grad, dim, size))
 
         return take

@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .extensions import inner_names
+from .grad_dtypes import set_grad_dtypes
 from .grad_states import GradState
 from .group import ParamGroup
 from .kept_parts import KeptParts
@@ -238,6 +239,8 @@ class Unit:
             if not group.grads.is_summed:
                 can = group.grads.keeps_beside or group.grads.state is GradState.EMPTY
                 group.grads.keep(can and bool(self.defers))
+            begins_sums = bool(self.defers) and not group.grads.is_summed
+            set_grad_dtypes(group.managed, group.config.policy, begins_sums)
             is_kept = bool(self.defers) and group.grads.is_kept
             keep_partial(group.managed, is_kept and group.grads.has_own_dtype)
         self._count_kept_grads()
