@@ -158,7 +158,7 @@ def set_on(module: Any, recurse: bool, setting: UnitSetting) -> None:
 
 
 class OwnPlaces(NamedTuple):
-    """What is particular to parameters of a call, by id: places of those that are not split by rows
+    """Particulars of parameters of a call, by id: places of those that are not split by rows
     over its ranks, and dtypes."""
 
     # Options over the ranks of each that is to be sharded over other ones.
