@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     FSDPModule,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -61,6 +60,7 @@ from tests.lib.plain.fsdp2_shapes import (
     with_spare_layer,
     wrapped_whole,
 )
+from tests.lib.plain.later_torch import DataParallelMeshDims
 from tests.lib.plain.plain import Block, Net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
@@ -242,9 +242,12 @@ def _held(made: Any) -> float:
 MESHES: tuple[tuple[tuple[int, ...], str, dict[str, Any], tuple[str, ...]], ...] = (
     ((2, 2), "r s", {}, ("r", "s")),
     ((2, 2), "dp tp", {}, ("dp", "tp")),  # names say nothing
-    ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims(("r", "s"))}, ("r_s",)),
-    ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims("s", "r")}, ("r", "s")),
 )
+if DataParallelMeshDims is not None:
+    MESHES += (
+        ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims(("r", "s"))}, ("r_s",)),
+        ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims("s", "r")}, ("r", "s")),
+    )
 """Sizes and names of the dims of a mesh, options, and the dims that parameters show."""
 
 

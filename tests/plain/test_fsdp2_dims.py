@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,6 +28,7 @@ from megatron_fsdp_adapter.plain.fsdp2_model import engine_of
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.plain.beside_torch import TiedNet, check_alike, last_dim, trained
 from tests.lib.plain.carried_over import carried_over
+from tests.lib.plain.later_torch import ShardPlacementResult, joins_meshes
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("core/engine/extensions.py", "plain/call_problems.py", "plain/sharded_params.py")
@@ -170,6 +171,7 @@ def along(columns: bool) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
+@joins_meshes
 @on_ranks(4)
 def test_numbers_over_two_dims_of_ranks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

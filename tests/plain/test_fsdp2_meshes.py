@@ -13,20 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
 from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
+from tests.lib.plain.later_torch import ShardPlacementResult, has_places, joins_meshes
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("plain/fsdp2.py", "plain/call_options.py")
 
 WIDTH = 6
 EXPERTS = 4
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-joins_meshes = pytest.mark.skipif(TORCH < (2, 13), reason="torch joins no meshes")
 
 
 class Experts(nn.Module):
@@ -119,7 +118,7 @@ BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
         pytest.param(_by_calls, True, BF16, marks=joins_meshes),
         pytest.param(_by_result, True, {}, marks=joins_meshes),
         (_by_calls, False, {}),
-        (_by_result, False, {}),
+        pytest.param(_by_result, False, {}, marks=has_places),
     ],
 )  # fmt: skip
 @on_ranks(4)

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
 from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
+from tests.lib.plain.later_torch import DataParallelMeshDims as Dims
+from tests.lib.plain.later_torch import joins_meshes
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("plain/mesh.py", "plain/sharded_params.py", "core/engine/tensor_parallel.py")
 
 WIDTH = 6
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-joins_meshes = pytest.mark.skipif(TORCH < (2, 13), reason="torch joins no meshes")
-
-Dims = DataParallelMeshDims
+if Dims is None:
+    pytest.skip("needs torch 2.12", allow_module_level=True)
 SPLIT = {"0.0.weight": Shard(0), "0.0.bias": Shard(0), "0.2.weight": Shard(1)}
 """Placements over `tp`; others are replicated."""
 BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
