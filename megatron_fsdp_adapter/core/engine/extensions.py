@@ -47,7 +47,7 @@ from megatron_fsdp_adapter.core.layout.ranges import divide_up
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
 from .buffer import FlatBuffer, Slot, mark_owned
-from .partition import Extension, ManagedParam, UnitPlan, add_grad
+from .partition import Extension, ManagedParam, UnitPlan, add_grad, unchecked
 from .tensor_parallel import show_over
 
 BEFORE = "fsdp_pre_all_gather"
@@ -352,7 +352,8 @@ class ExtendedParam:
 
         def take(grad: torch.Tensor) -> None:
             grad = as_plain(grad)
-            wanted = managed.grad_dtype  # type: ignore[attr-defined]
+            with unchecked():
+                wanted = managed.grad_dtype  # type: ignore[attr-defined]
             if wanted is not None:
                 grad = grad.to(wanted)
             add_grad(managed, parts_as_rows(grad, dim, size))
