@@ -337,7 +337,7 @@ def _prepared(
         raise ValueError(
             f"{asked.folder} has no optimizer state, as if it was saved with --no-save-optim. Add "
             "--no-load-optim (Megatron-Bridge: checkpoint.load_optim=False) to begin with a new "
-            "optimizer"
+            "optimizer and schedule"
         )
     leaves = flatten(parts)
     keys = tuple(sorted(leaves))

@@ -11,7 +11,7 @@ Exit status: 0 if it is converted, 2 if it cannot be.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_fsdp_adapter.checkpoint.convert import FORMATS, convert
@@ -41,11 +41,20 @@ def render(report: Report) -> str:
         f"{report['source_format']} -> {report['target_format']}: {report['folder']}",
         f"iteration {report['iteration']}, {report['tensors']} tensors, {size}",
     ]
-    dropped = report["dropped"]
+    dropped = _by_subject(report["dropped"])
     if dropped:
         more = f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
         lines.append(f"not converted: {', '.join(dropped[:8])}{more}")
     return "\n".join(lines)
+
+
+def _by_subject(keys: Iterable[str]) -> list[str]:
+    """The keys, with one text in place of those of optimizer state, of which there are many."""
+    of_optimizer = [key for key in keys if key.startswith("optimizer.")]
+    others = [key for key in keys if not key.startswith("optimizer.")]
+    if of_optimizer:
+        others.append(f"optimizer state ({len(of_optimizer)} entries)")
+    return others
 
 
 def main(argv: Sequence[str]) -> int:

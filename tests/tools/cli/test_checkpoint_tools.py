@@ -17,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint.record import write_record
+from megatron_fsdp_adapter.tools.cli import convert as convert_command
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 
 CHECKS = (
@@ -239,3 +240,17 @@ def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captu
     ):
         assert line in text, text
     assert text.splitlines()[-1] == "diff: they differ (above)"
+
+
+def test_what_is_not_converted_is_one_line_for_all_optimizer_state() -> None:
+    report = {
+        "source_format": "torch_dist",
+        "target_format": "fsdp_dtensor",
+        "folder": "to/iter_0000005",
+        "iteration": 5,
+        "tensors": 1,
+        "nbytes": 4,
+        "dropped": ["optimizer.a/shard_0_1", "rng_state", "optimizer.b/shard_0_1"],
+    }
+    last = convert_command.render(report).splitlines()[-1]
+    assert last == "not converted: rng_state, optimizer state (2 entries)"
