@@ -247,6 +247,7 @@ class FSDP2Module(NotCopyable, FSDPModule):
     # the two hooks around a method. `share_comm_ctx` looks for streams, which the engine has.
     _comm_ctx = None
     _fsdp_param_groups = ()
+    _fsdp_param_group = None  # torch 2.11
 
     def _get_fsdp_state(self) -> Any:
         return self

@@ -268,6 +268,8 @@ PROGRAMS = {
     "evaluates": _evaluates, "unshards": _unshards, "raises": _raises, "settings": _settings,
     "writes": _writes,
 }  # fmt: skip
+if not hasattr(FSDPModule, "reset_iter_state"):
+    del PROGRAMS["raises"]  # torch 2.11 stays in the middle of the pass
 
 
 @pytest.mark.parametrize("kind", ["a root that goes", "nested"])
