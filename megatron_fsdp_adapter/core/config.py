@@ -78,7 +78,13 @@ FURTHER_DTYPES = (torch.float16, torch.float64)
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, *FURTHER_DTYPES)
 """Dtypes of parameters that may be trained."""
 
-FIELDS_OF_TORCH = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+FIELDS_OF_TORCH = (
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+    "param_dtype_override_fn",
+)
 """Fields of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
 
 
