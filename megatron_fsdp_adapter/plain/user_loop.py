@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..build.building import for_training
 from ..build.shard_attributes import mark_shard
 from ..core.engine.grad_states import GradState
 from ..core.engine.group import ParamGroup
@@ -360,16 +361,23 @@ class UserLoopEngine(ShowingEngine):
                 ):
                     continue
                 changed.append(pair)
-            self._begin_training([pair for pair in changed if pair.grad is None])
-            for pair in changed:
-                is_trained = pair in self._frozen  # it was frozen, and this has changed
-                if not is_trained and self.has_grads:
-                    self._frozen_late.add(pair)
-                pair.managed.param.requires_grad = is_trained
-                pair.unsharded.requires_grad = is_trained
-                pair.sharded.requires_grad = is_trained
-        self._frozen ^= {*changed}
+            if changed:
+                self._change_trained(changed)
         return bool(changed)
+
+    @for_training()
+    def _change_trained(self, changed: Sequence[ParamPair]) -> None:
+        """Freezes parameters that were trained until now, and trains those that were frozen.
+        RuntimeError if one of these cannot be trained."""
+        self._begin_training([pair for pair in changed if pair.grad is None])
+        for pair in changed:
+            is_trained = pair in self._frozen  # it was frozen, and this has changed
+            if not is_trained and self.has_grads:
+                self._frozen_late.add(pair)
+            pair.managed.param.requires_grad = is_trained
+            pair.unsharded.requires_grad = is_trained
+            pair.sharded.requires_grad = is_trained
+        self._frozen ^= {*changed}
 
     def _begin_training(self, pairs: Sequence[ParamPair]) -> None:
         """Gives gradients to the groups of `pairs`, which were frozen until now. RuntimeError if

@@ -139,3 +139,24 @@ def test_a_loss_through_a_transform(rank: int, door: str) -> None:
         assert found.keys() == expected.keys(), name
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: name + text)
         made.zero_grad()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_what_is_unfrozen_may_first_be_trained_inside_a_transform(rank: int, door: str) -> None:
+    """And what is frozen may be so there."""
+    whole, made = _made(), _made()
+    for one in (whole, made):
+        one[0].requires_grad_(False)  # type: ignore[index,union-attr]
+    made = DOORS[door](made)
+    loss_of = LOSSES["jvp"]
+    for trains in (False, True, False):
+        found = []
+        for one in (whole, made):
+            # `fully_shard_model` has the layers in a module of its own.
+            layers = getattr(one, "module", one)
+            layers[0].requires_grad_(trains)
+            loss_of(one).backward()
+            found.append(_grads(one))
+            one.zero_grad()
+        torch.testing.assert_close(*found)
