@@ -183,7 +183,16 @@ def test_replicas_sum_in_the_dtypes_of_torchs_function(
     assert not differing(dtypes, rank, mesh=mesh)
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, BF16, BF16), (BF16, None, FP32)], ids=str)
+# Since torch 2.15 nothing is cast there: a gradient shows at once, as with float32 alone.
+before_2_15 = pytest.mark.skipif(SINCE_TORCH_2_15, reason="gradients are reduced in float32")
+ROWS_OF_ONE_RANK = (
+    pytest.param((FP32, BF16, None), marks=before_2_15),
+    (FP32, BF16, BF16),
+    (BF16, None, FP32),
+)
+
+
+@pytest.mark.parametrize("dtypes", ROWS_OF_ONE_RANK, ids=str)
 @on_ranks(1, whole=True)
 def test_one_rank_rounds_as_several_do(rank: int, dtypes: Dtypes) -> None:
     assert not differing([dtypes] * 3, rank)
