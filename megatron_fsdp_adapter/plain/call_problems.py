@@ -40,15 +40,13 @@ def check_call(
     found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
     if placement_of is not None:
         found += _place(module, placement_of, options, placed)
+    found += _set_computed(module, options, placed)
     plain: set[str] = set()
     for entry in params_to_shard(module, options):
         param = entry.param
         own = placed.elsewhere.get(id(param), options)
-        computed, problem = _computed_in(param, options)
-        if computed is not None:
-            placed.computed[id(param)] = computed
-        problem = problem or _problem_of_grads(param)
-        computed = computed or options.policy.param_dtype
+        computed = placed.computed.get(id(param), options.policy.param_dtype)
+        problem = _problem_of_grads(param)
         problem = problem or extended.problem_of(param, options.offload, computed)
         if isinstance(param, DTensor):
             problem = problem or problem_of(param, own.mesh, own.whole)
@@ -93,32 +91,39 @@ def _problems_of_call(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _computed_in(param: nn.Parameter, options: FullyShardOptions) -> tuple[torch.dtype | None, str]:
-    """The dtype that `param_dtype_override_fn` of the policy (torch 2.15) returns for a parameter,
-    None if that is the policy's; and what is wrong with it, "" if nothing is."""
-    override = getattr(options.policy, "param_dtype_override_fn", None)
-    if override is None:
-        return None, ""
-    returned = override(param)
-    allowed = (None, options.policy.param_dtype, param.dtype)
-    if returned not in allowed:
-        return None, (
-            f"param_dtype_override_fn returned {returned!r}. Return None, its own dtype "
-            f"{param.dtype}, or param_dtype={options.policy.param_dtype}"
-        )
-    return returned, ""
-
-
 def _problem_of_grads(param: nn.Parameter) -> str:
     """The reason why gradients cannot have the dtype that a program has set, and what to do; empty
     if it has set none."""
+    if not SINCE_TORCH_2_15 or not param.requires_grad:
+        return ""
     wanted = param.grad_dtype  # type: ignore[attr-defined]
-    if not SINCE_TORCH_2_15 or wanted == param.dtype or not param.requires_grad:
+    if wanted == param.dtype:
         return ""
     return (
         f"its grad_dtype={wanted} is not supported: gradients have the parameter's own dtype. "
-        f"Leave grad_dtype unset, or use torch's fully_shard for this model"
+        "Leave grad_dtype unset, or use torch's fully_shard for this model"
     )
+
+
+def _set_computed(
+    module: nn.Module, options: FullyShardOptions, placed: OwnPlaces
+) -> Iterator[str]:
+    """Adds parameters to `placed` as the policy's `param_dtype_override_fn` (torch 2.15) returns.
+    Yields problems."""
+    override = getattr(options.policy, "param_dtype_override_fn", None)
+    if override is None:
+        return
+    for entry in params_to_shard(module, options):
+        param = entry.param
+        returned = override(param)
+        if returned not in (None, options.policy.param_dtype, param.dtype):
+            yield (
+                f"parameter {entry.fqns[0]} ({tuple(param.shape)}): param_dtype_override_fn "
+                f"returned {returned!r}. Return None, its own dtype {param.dtype}, or "
+                f"param_dtype={options.policy.param_dtype}"
+            )
+        elif returned is not None:
+            placed.computed[id(param)] = returned
 
 
 def _place(

@@ -64,17 +64,25 @@ DDP = (
 ELSEWHERE = (GATHER_GROUPS, VERSION, ELASTIC, REPLICAS)
 """Options of ours that are none of this script: it makes groups for gathers by itself, and does not
 train beside replicas that may die."""
-OURS = tuple(
-    option.name
-    for option in OPTIONS
-    if option.help and option.use and option.type != Dtype and option.name not in ELSEWHERE
-)
+
+
+def _own_options() -> list[str]:
+    """Names of the options of our table that are flags of this script."""
+    found = []
+    for option in OPTIONS:
+        has_flag = bool(option.help and option.use)
+        sets_dtype = option.type == Dtype  # which --bf16 and --grad-reduce-in-bf16 do here
+        if has_flag and not sets_dtype and option.name not in ELSEWHERE:
+            found.append(option.name)
+    return found
+
+
 FSDP = (
     "data_parallel_sharding_strategy", "nccl_ub", "fsdp_double_buffer",
-    "suggested_communication_unit_size", *OURS,
+    "suggested_communication_unit_size", *_own_options(),
 )  # fmt: skip
 """Fields of our DDP config, set with --use-megatron-fsdp only: some of core's, and each option of
-our table that has a flag and an effect. --bf16 and --grad-reduce-in-bf16 set dtypes."""
+our table that has a flag and an effect."""
 FIELDS = (
     (TransformerConfig, (*MODEL, *EXPERTS, *FP8)),
     (OptimizerConfig, OPTIMIZER),

@@ -243,12 +243,12 @@ MESHES: tuple[tuple[tuple[int, ...], str, dict[str, Any], tuple[str, ...]], ...]
     ((2, 2), "r s", {}, ("r", "s")),
     ((2, 2), "dp tp", {}, ("dp", "tp")),  # names say nothing
 )
+"""Sizes and names of the dims of a mesh, options, and the dims that parameters show."""
 if DataParallelMeshDims is not None:
     MESHES += (
         ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims(("r", "s"))}, ("r_s",)),
         ((2, 2, 1), "r s tp", {"dp_mesh_dims": DataParallelMeshDims("s", "r")}, ("r", "s")),
     )
-"""Sizes and names of the dims of a mesh, options, and the dims that parameters show."""
 
 
 @on_ranks(4)

@@ -26,7 +26,7 @@ from tests.lib.gpt.checks import check_same_bits
 from tests.lib.plain.beside_torch import check_alike, trained
 from tests.lib.plain.carried_over import carried_over
 from tests.lib.plain.gathered import Halved, Rounded, RoundedWeight, Wrapper, wrap
-from tests.lib.plain.later_torch import JOINS_MESHES
+from tests.lib.plain.later_torch import IS_OLDEST
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("core/engine/extensions.py", "plain/extended.py")
@@ -200,7 +200,7 @@ def test_functions_run_at_each_gather(rank: int) -> None:
         whole + 1
 
 
-@pytest.mark.skipif(not JOINS_MESHES, reason="torch 2.11 cannot print what it compiles")
+@pytest.mark.skipif(IS_OLDEST, reason="torch 2.11 cannot print what it compiles")
 @on_ranks(2)
 def test_compiled_layers_have_the_numbers_of_others(rank: int) -> None:
     expected = train(made(ours), rank)[1]

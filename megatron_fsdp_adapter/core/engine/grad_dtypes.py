@@ -34,5 +34,5 @@ def set_grad_dtypes(
             continue
         stays = sent.itemsize > own.itemsize and entry.dtensor is None and not begins_sums
         with unchecked():
-            for leaf in (entry.param, entry.unsharded, entry.in_module):
+            for leaf in (entry.param, entry.in_module):
                 leaf.grad_dtype = None if stays else sent  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ is captured here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,16 +39,14 @@ def telling_te() -> Iterator[None]:
         graph.set_capture_end()
 
 
-def around_an_iteration(
-    module: nn.Module, config: Any
-) -> Callable[[], AbstractContextManager[None]]:
-    """The context of captures of whole iterations. It tells TE of them, which core does not do.
+def telling_te_of_an_iteration(module: nn.Module, config: Any) -> AbstractContextManager[None]:
+    """The context of a capture of a whole iteration. It tells TE of it, which core does not do.
 
     Under delayed scaling it tells nothing: TE would leave the update of scales out of the graph.
     Nor does it with another tracker of random numbers than TE's, which TE would not accept."""
     if scales_by_delayed_recipe(config) or other_tracker(module) is not None:
-        return nullcontext
-    return telling_te
+        return nullcontext()
+    return telling_te()
 
 
 def other_tracker(module: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..compat.table import install_beside_a_wrapper
 from ..inner_module import ShardedModule
 from ..layers import schedule_plans
 from ..layers.layer_graphs import layer_graphs
-from ..layers.te_captures import around_an_iteration
+from ..layers.te_captures import telling_te_of_an_iteration
 from .announcement import announcement
 from .construction import Arguments, build, checked_index, force_options
 from .domains import SHARED_EMBEDDING
@@ -120,7 +121,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.fsdp_unit_modules = list(plan.classes)
         if getattr(config, schedule_plans.OPTION, False):  # core runs parts of layers
             schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
-        around = around_an_iteration(module, config)
+        around = partial(telling_te_of_an_iteration, module, config)
         self.captures = FullIterationGraphs(self.engine, around=around)
         self._layers = layer_graphs(self.engine, module, config)
         # Read before `force_options` below changes it: the loop acts on the value that it set.

@@ -50,11 +50,16 @@ def render(report: Report) -> str:
 
 def _by_subject(keys: Iterable[str]) -> list[str]:
     """The keys, with one text in place of those of optimizer state, of which there are many."""
-    of_optimizer = [key for key in keys if key.startswith("optimizer.")]
-    others = [key for key in keys if not key.startswith("optimizer.")]
+    found = []
+    of_optimizer = 0
+    for key in keys:
+        if key.startswith("optimizer."):
+            of_optimizer += 1
+        else:
+            found.append(key)
     if of_optimizer:
-        others.append(f"optimizer state ({len(of_optimizer)} entries)")
-    return others
+        found.append(f"optimizer state ({of_optimizer} entries)")
+    return found
 
 
 def main(argv: Sequence[str]) -> int:

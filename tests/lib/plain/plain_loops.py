@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.lib.plain.late_gradients import LATE_LOOPS
-from tests.lib.plain.later_torch import JOINS_MESHES
+from tests.lib.plain.later_torch import IS_OLDEST
 from tests.lib.plain.plain import LR, STEPS, Loop, Make, Side, net, plain_sgd
 from tests.lib.plain.plain_state_loops import STATE_LOOPS
 
@@ -206,7 +206,7 @@ def _trained_with(name: str, **how: Any) -> None:
 # Optimizers of torch, not passed to fully_shard_optimizer, step on rows or whole tensors.
 _trained_with("AdamW_over_dtensors", make=OPTIMIZERS["AdamW"], wraps=False, before=zero_grad)
 _trained_with("SGD_over_dtensors", make=functools.partial(plain_sgd, foreach=False), wraps=False)
-if JOINS_MESHES:  # torch 2.11 has no such operator of DTensors
+if not IS_OLDEST:  # it has no such operator of DTensors
     _trained_with("Rprop_over_dtensors", make=OPTIMIZERS["Rprop"], wraps=False)
 _trained_with("a_block_left_out_at_times", wraps=False, before=_block_left_out)
 _trained_with("gradients_that_the_program_clears", clear=_to_none)

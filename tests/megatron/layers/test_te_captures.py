@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,12 +12,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.graphs.capture import CudaGraphs
-from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.megatron.layers import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.layers.te_captures import (
-    around_an_iteration,
     check_tracker,
     telling_te,
+    telling_te_of_an_iteration,
 )
 from tests.lib.engine.fake_graphs import FakeGraphs, put_graphs_into
 from tests.lib.gpt.gpt import Case, batches, build_trainer, forward_backward
@@ -111,10 +109,7 @@ def test_te_is_told_of_a_whole_iteration_from_its_first_forward_to_its_gradients
     one_rank: torch.device, flag: Flag
 ) -> None:
     trainer = build_trainer(CASE, "no_shard", CPU)
-    capturing = SimpleNamespace(now=True)
-    trainer.wrapper.captures = FullIterationGraphs(
-        trainer.wrapper.engine, lambda: capturing.now, telling_te
-    )
+    trainer.wrapper.captures._is_capturing = lambda: True
     seen = []
     trainer.wrapper.module.register_forward_hook(lambda *_: seen.append(flag.is_on))
     forward_backward(trainer, batches(CASE, 0, 0, CPU))
@@ -135,8 +130,9 @@ def test_te_is_told_of_a_whole_iteration_from_its_first_forward_to_its_gradients
 def test_te_is_told_of_iterations_that_it_can_capture(
     flag: Flag, config: Any, tracker: Any, is_told: bool
 ) -> None:
-    found = around_an_iteration(attention(tracker), config)
-    assert found is (telling_te if is_told else nullcontext)
+    with telling_te_of_an_iteration(attention(tracker), config):
+        assert flag.is_on is is_told
+    assert not flag.is_on
 
 
 def test_attention_with_another_tracker_is_an_error_that_says_what_to_set(flag: Flag) -> None:
