@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
+from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank, refuse
 
 if not is_first_rank():
     warnings.simplefilter("ignore")  # once is enough
@@ -68,14 +69,15 @@ def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains. Returns 0, or 2 for invalid options, which the first rank prints."""
+    """Trains. Returns 0. Ends with status 2 for invalid options, which the first rank prints."""
     try:
         options, lines = validated(parse(arguments), this_machine())
     except (ValueError, FileNotFoundError) as error:
-        if is_first_rank():
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr)
-        return 2
-    run(options, lines)
+        refuse(f"pretrain_gpt.py: {error}")
+    try:
+        run(options, lines)
+    except RefusedByAllRanks as error:
+        refuse(f"pretrain_gpt.py: {error}")
     return 0
 
 

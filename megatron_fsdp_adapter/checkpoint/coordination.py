@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -28,7 +30,12 @@ class CheckpointError(RuntimeError):
 
 
 # The errors that a step may raise on any rank, most specific first. Every rank raises the first.
-_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, ValueError, CheckpointError)
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    RefusedByAllRanks,
+    ValueError,
+    CheckpointError,
+)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from megatron_fsdp_adapter.checkpoint.state import (
     to_stored,
 )
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
 from megatron_fsdp_adapter.state.names import EXTRA_STATE, FP8_SCALING
 
 PathLike = str | os.PathLike[str]
@@ -183,7 +184,8 @@ def load_checkpoint(
         )
         mismatch = _mismatch_of_all(ranks, opened, summaries, tuple(ignore_unexpected))
         if mismatch:
-            raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
+            found = f"the state does not fit {opened.folder}:\n{mismatch.describe()}"
+            raise RefusedByAllRanks(found)
 
         loaded, _ = ranks.run("reading the checkpoint", lambda: _loaded(opened, state, ranks.rank))
         return opened.iteration, loaded

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fsdp_adapter.checkpoint import unpickling
 from megatron_fsdp_adapter.checkpoint.atomic import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.record import read_record
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPLACED = "old."
@@ -187,7 +188,7 @@ def require_ours(root: Path, folder: Path, also: str | None = None) -> None:
     found = foreign(folder, also)
     if found is not None:
         what, advice = found
-        raise ValueError(
+        raise RefusedByAllRanks(
             f"{folder} is {what}, not a checkpoint in the format fsdp_dtensor: {advice}; "
             f"{remedy(root, folder)}"
         )
@@ -203,7 +204,7 @@ def foreign(folder: Path, also: str | None = None) -> tuple[str, str] | None:
 
 
 def _broken(root: Path, folder: Path, why: str) -> ValueError:
-    return ValueError(f"{folder} is half-written: {why}; {remedy(root, folder)}")
+    return RefusedByAllRanks(f"{folder} is half-written: {why}; {remedy(root, folder)}")
 
 
 def _unpickled(root: Path, folder: Path) -> Metadata:
@@ -217,11 +218,13 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
             f"torch.distributed.checkpoint does not write ({error}). Nothing in it was executed"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{folder} is damaged: {error}; {remedy(root, folder)}") from error
+        what = f"{folder} is damaged: {error}; {remedy(root, folder)}"
+        raise RefusedByAllRanks(what) from error
     except Exception as error:
         # pickle may raise any error on damaged bytes
         why = f".metadata cannot be read ({type(error).__name__}: {error})"
-        raise ValueError(f"{folder} is damaged: {why}; {remedy(root, folder)}") from error
+        what = f"{folder} is damaged: {why}; {remedy(root, folder)}"
+        raise RefusedByAllRanks(what) from error
 
 
 def read_metadata(root: Path, folder: Path) -> Metadata:

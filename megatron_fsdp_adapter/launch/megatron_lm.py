@@ -9,18 +9,15 @@ among the arguments that Megatron prints and saves.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..core.runtime.launcher import is_first_rank
+from ..core.runtime.launcher import is_first_rank, refuse
 from ..megatron.compat import patches, releases
 from ..megatron.compat.patches import Patch
 from ..megatron.elastic import manager
@@ -36,9 +33,6 @@ from ..megatron.options.validation import CONNECTIONS, launch_options, launch_pr
 FSDP_FLAG = "--use-megatron-fsdp"
 ARGUMENTS = "megatron.training.arguments"
 GPU = torch.device("cuda")
-SECONDS_FOR_RANK_0 = 60.0
-REPORT = "TORCHELASTIC_ERROR_FILE"
-"""The variable that names the file from which torchrun reads a rank's error."""
 NO_GPU = (
     "there is no CUDA device, which Megatron-LM's arguments need. Train with "
     "scripts/pretrain_gpt.py, or check this command line with `megatron-fsdp-adapter "
@@ -187,22 +181,6 @@ def finish(
     if found:
         refuse(error_message(found))
     manager.ask(args)
-
-
-def refuse(message: str) -> NoReturn:
-    """Ends the process with status 2. Rank 0 first prints `message` and writes it for torchrun's
-    final report. Other ranks wait before they end, because torchrun ends all ranks, rank 0 too,
-    when one ends."""
-    if is_first_rank():
-        print(message, file=sys.stderr, flush=True)
-        report = os.environ.get(REPORT)
-        if report is not None:
-            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            content = {"message": {"message": message, "extraInfo": extra}}
-            Path(report).write_text(json.dumps(content))
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(SECONDS_FOR_RANK_0)
-    raise SystemExit(2)
 
 
 def error_message(found: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ class MissingPackage(ValueError):
 
 def run(argv: Sequence[str]) -> int:
     """Runs the script `argv[0]` with the arguments after it; returns 0, or 2 if there is no such
-    file. Exceptions of the script, including SystemExit, propagate."""
+    file. Exceptions of the script, including SystemExit, propagate, except `RefusedByAllRanks`."""
     script = Path(argv[0])
     if not script.is_file():
         print(f"megatron_fsdp_adapter: no such script: {argv[0]}", file=sys.stderr)
@@ -48,7 +48,13 @@ def run(argv: Sequence[str]) -> int:
     prepare(folder, argv[1:])
     with io.open_code(file) as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
-    exec(code, vars(main))
+    from ..core.problems import RefusedByAllRanks
+    from ..core.runtime.launcher import refuse
+
+    try:
+        exec(code, vars(main))
+    except RefusedByAllRanks as error:
+        refuse(f"megatron_fsdp_adapter: {error}")
     return 0
 
 
@@ -97,6 +103,7 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     one of the second kind. If it does parse Megatron-LM's arguments, without the flag, the
     installation is undone.
     """
+    from ..core.runtime.launcher import refuse
     from . import megatron_lm
 
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
@@ -107,7 +114,7 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
         arguments = _megatron_arguments()
     except MissingPackage as error:
         if is_megatron_lm:
-            megatron_lm.refuse(f"megatron_fsdp_adapter: {error}")
+            refuse(f"megatron_fsdp_adapter: {error}")
         # A script on megatron-core does not need what Megatron-LM's modules in its wheel import.
         arguments = None
     from .installation import install, uninstall

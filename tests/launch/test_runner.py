@@ -128,6 +128,10 @@ OWN = (
     "from megatron_fsdp_adapter import FullyShardedDataParallel as b, install\n"
     "install()\nprint(a is b)\n"
 )
+REFUSED = (
+    "from megatron_fsdp_adapter.core.problems import RefusedByAllRanks, raise_problems\n"
+    "raise_problems('The schedule', ['lr=1: is 2'], RefusedByAllRanks)\n"
+)
 AS_PYTHON = """
 import atexit, inspect, multiprocessing, os, pickle, sys, threading, traceback
 from dataclasses import dataclass
@@ -227,6 +231,9 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         # Two ranks, of which the second is ready to end before the first.
         meeting = tmp_path_factory.mktemp("meeting") / "here"
         start("under torchrun", train, *MISSPELT, python=TORCHRUN, SECOND_RANK_IS_HERE=str(meeting))
+        refused = own.with_name("refused.py")
+        refused.write_text(REFUSED)
+        start("refused by all", str(refused), python=TORCHRUN)
         start("as python", facts, str(current / "a"), cwd=current)
         start("python", facts, str(current / "b"), python=(), cwd=current)
         # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
@@ -322,6 +329,17 @@ def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> Non
     assert both.stderr.count(f"train.py: {says}") == 2, both.stderr
     assert f"\ntrain.py: {says}\n" in f"\n{both.stderr}", both.stderr
     assert says in both.stderr.splitlines()[-2], both.stderr
+
+
+def test_what_all_ranks_refuse_is_one_message(runs: Runs) -> None:
+    """Before: a traceback on each rank."""
+    both = runs("refused by all")
+    assert both.returncode != 0, both.stderr
+    assert re.search(r"exitcode +: 2 ", both.stderr), both.stderr
+    assert 'refused.py", line' not in both.stderr, both.stderr
+    # Once by rank 0, and in torchrun's own report.
+    assert both.stderr.count("megatron_fsdp_adapter: The schedule") == 2, both.stderr
+    assert both.stderr.count("  - lr=1: is 2") == 2, both.stderr
 
 
 LACKING = {

@@ -51,6 +51,7 @@ from ...checkpoint.state import (
     to_stored,
 )
 from ...checkpoint.training import OPTIMIZER, merged
+from ...core.problems import RefusedByAllRanks
 from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.patches import Original
@@ -244,7 +245,7 @@ def _require_optimizer(call: Mapping[str, Any], folder: Path) -> None:
     if is_on(args, "finetune") and call.get("gpt_compat_layer_maps") is None:
         begins_anew = True
     if leaves_out and not begins_anew:
-        raise ValueError(
+        raise RefusedByAllRanks(
             f"{option}: with it Megatron asks a checkpoint for no optimizer state either, and then "
             f"fails without it. Leave it out, or add {remedy} to begin with a new optimizer"
         )
@@ -268,7 +269,7 @@ def agreed(wanted: StateMapping, asked: Asked) -> tuple[StateDict, int]:
     errors = refused(found, all_keys, asked.is_strict, asked.strictness)
     if errors:
         lines = (f"the model does not fit {asked.folder}:", errors.describe(), *advice(errors))
-        raise ValueError("\n".join(lines))
+        raise RefusedByAllRanks("\n".join(lines))
     split = frozenset[str]().union(*(message.split for message in seen))
     stored = generators.stored_split(metadata.state_dict_metadata)
     is_same_split = not split or split == stored
@@ -334,7 +335,7 @@ def _prepared(
     parts = renamed_like(parts, metadata.state_dict_metadata)
     fit(parts, metadata, asked.vocab_size)
     if asked.is_strict and OPTIMIZER in parts and not _has_optimizer(metadata):
-        raise ValueError(
+        raise RefusedByAllRanks(
             f"{asked.folder} has no optimizer state, as if it was saved with --no-save-optim. Add "
             "--no-load-optim (Megatron-Bridge: checkpoint.load_optim=False) to begin with a new "
             "optimizer and schedule"

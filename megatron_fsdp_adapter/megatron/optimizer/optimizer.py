@@ -19,7 +19,7 @@ from megatron.core import optimizer as core_optimizer
 from ...build.shard_attributes import params_of
 from ...checkpoint.coordination import coordination
 from ...core.engine.engine import FsdpEngine
-from ...core.problems import raise_problems
+from ...core.problems import RefusedByAllRanks, raise_problems
 from ...optim.residency import Residency
 from ...optim.step import adopt, initialize_state
 from ...rollout.release import local_shards, park_state, take_state, trim
@@ -333,7 +333,7 @@ def _resumed_options(self: Any, meta: optimizer_state.ByName) -> list[dict[str, 
         )
     stored = group_options.merged(one for found in every for one in found or ())
     resumed = group_options.resumed(groups, stored, emerging.given(self.config), schedule_of(self))
-    raise_problems("The checkpoint's optimizer state", resumed.problems)
+    raise_problems("The checkpoint's optimizer state", resumed.problems, RefusedByAllRanks)
     if dist.get_rank() == 0:
         for line in resumed.remarks:
             print(f"optimizer state: {line}", flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...core.problems import raise_problems
+from ...core.problems import RefusedByAllRanks, raise_problems
 from ..compat.patches import Original
 from ..inner_module import our_chunks
 from ..options.rules import is_on
@@ -43,7 +43,8 @@ def require_same_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
 def require_same_values(wanted: Mapping[str, Any], saved: Mapping[str, Any], flag: str) -> None:
     """`require_same_schedule` for the values of a scheduler, and its flag."""
     if flag == NEITHER:
-        raise_problems("The checkpoint's schedule", differences(wanted, saved))
+        found = differences(wanted, saved)
+        raise_problems("The checkpoint's schedule", found, RefusedByAllRanks)
 
 
 def flag_of(options: Any) -> str:

@@ -39,6 +39,7 @@ from megatron_fsdp_adapter.tools.cli import machine, nodes, prove
 from megatron_fsdp_adapter.tools.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.tools.cli.output import answer
 from megatron_fsdp_adapter.tools.cli.parser import base_parser
+from megatron_fsdp_adapter.tools.cli.stored_schedule import schedule_problems
 from megatron_fsdp_adapter.tools.models import sources
 
 from .output import Report
@@ -83,6 +84,7 @@ def configuration(given: argparse.Namespace) -> Report | None:
     if given.script is None and not given.set:
         return None
     changes: list[Change] = []
+    of_schedule: list[str] = []
     if given.script is None:
         chosen = named_options(given.set)
         plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
@@ -92,13 +94,14 @@ def configuration(given: argparse.Namespace) -> Report | None:
         if not args.use_megatron_fsdp:
             return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
         changes = megatron_lm.complete(args, given.arguments)
+        of_schedule = schedule_problems(args, given.world_size)
     options = validation.launch_options(args)
     of_run = megatron_lm.problems_of_run(args, os.environ, machine.device())
     of_sizes = sizes.size_problems(vars(options), given.world_size)
     return {
         "sets": [vars(change) for change in changes],
         "ranks": given.world_size or "unknown. Give --world-size",
-        "refuses": [*of_run, *of_sizes],
+        "refuses": [*of_run, *of_schedule, *of_sizes],
     }
 
 

@@ -1,0 +1,85 @@
+"""The schedule of a command line beside that of the checkpoint from which it would resume.
+
+A run compares them when it loads, after the model is built. `doctor` does it before the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint import folders
+from ...checkpoint.convert.dcp_files import DcpFolder
+from ...megatron.optimizer.group_options import NEITHER, differences
+from ...megatron.optimizer.param_scheduler import flag_of
+from ...megatron.options.rules import is_on
+
+STORED = "opt_param_scheduler."
+"""Prefix of the keys of a checkpoint's schedule."""
+AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def schedule_problems(args: Any, ranks: int | None) -> list[str]:
+    """Values of the schedule that the newest checkpoint of `--load` has otherwise, if no flag says
+    which schedule a resumed run takes. ranks: of the run; without it and `--global-batch-size`,
+    lengths in samples are not compared."""
+    root = getattr(args, "load", None)
+    starts_anew = is_on(args, "finetune") or is_on(args, "no_load_optim")
+    if not root or "://" in root or starts_anew or flag_of(args) != NEITHER:
+        return []
+    step = getattr(args, "ckpt_step", None)
+    if not step and not (Path(root) / folders.TRACKER).is_file():
+        return []  # the run starts at its beginning
+    try:
+        folder = DcpFolder.open_to_read(Path(root), step)
+    except (ValueError, OSError):
+        return []  # `load_problems` and the load say what is wrong with it
+    saved = {}
+    for key in folder.object_keys:
+        if key.startswith(STORED):
+            saved[key.removeprefix(STORED)] = folder.object(key)
+    return differences(schedule_of(args, ranks), saved)
+
+
+def schedule_of(args: Any, ranks: int | None) -> dict[str, Any]:
+    """The values that Megatron-LM gives its scheduler, as far as they are known before its own
+    validation of arguments. As `get_optimizer_param_scheduler` of core_v0.19.0 computes them."""
+    decay = args.weight_decay
+    schedule = {
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_decay_style": args.lr_decay_style,
+        "wd_incr_style": args.weight_decay_incr_style,
+        "start_wd": decay if args.start_weight_decay is None else args.start_weight_decay,
+        "end_wd": decay if args.end_weight_decay is None else args.end_weight_decay,
+    }
+    if args.train_samples:
+        factor = 1
+        training = args.train_samples
+        decay_length = args.lr_decay_samples or training
+        warmup = args.lr_warmup_samples
+    else:
+        factor = global_batch(args, ranks)
+        training = args.train_iters
+        decay_length = args.lr_decay_iters or training
+        warmup = args.lr_warmup_iters
+    if training and factor:
+        decay_steps = decay_length * factor
+        schedule["wd_incr_steps"] = training * factor
+        schedule["lr_decay_steps"] = decay_steps
+        if args.lr_warmup_fraction is None:
+            schedule["lr_warmup_steps"] = warmup * factor
+        else:
+            schedule["lr_warmup_steps"] = args.lr_warmup_fraction * decay_steps
+    return schedule
+
+
+def global_batch(args: Any, ranks: int | None) -> int:
+    """Sequences of a step; 0 if they are not known."""
+    if args.global_batch_size:
+        return int(args.global_batch_size)
+    if not ranks or not args.micro_batch_size:
+        return 0
+    replicas = ranks
+    for axis in AXES:
+        replicas //= getattr(args, axis)
+    return int(args.micro_batch_size) * replicas

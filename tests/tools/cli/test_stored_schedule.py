@@ -1,0 +1,158 @@
+"""The schedule of a command line beside that of the checkpoint from which it would resume."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.tools.cli import doctor
+from megatron_fsdp_adapter.tools.cli.named_options import optimizer_options
+from megatron_fsdp_adapter.tools.cli.stored_schedule import schedule_of, schedule_problems
+from tests.lib.ranks.one_rank import world_of_one
+
+CHECKS = ("tools/cli/stored_schedule.py",)
+
+PARSED: dict[str, Any] = {
+    "load": None,
+    "ckpt_step": None,
+    "finetune": False,
+    "no_load_optim": False,
+    "override_opt_param_scheduler": False,
+    "use_checkpoint_opt_param_scheduler": False,
+    "lr": 1e-3,
+    "min_lr": 0.0,
+    "lr_decay_style": "cosine",
+    "lr_warmup_init": 0.0,
+    "lr_warmup_fraction": None,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_wsd_decay_iters": None,
+    "lr_wsd_decay_samples": None,
+    "lr_wsd_decay_style": "exponential",
+    "weight_decay": 0.1,
+    "weight_decay_incr_style": "constant",
+    "start_weight_decay": None,
+    "end_weight_decay": None,
+    "train_iters": 100,
+    "train_samples": None,
+    "micro_batch_size": 2,
+    "global_batch_size": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+}
+"""Arguments as Megatron-LM parses them, before its validation."""
+RAMP = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.2}
+SAMPLES = {"train_iters": None, "train_samples": 1000}
+SCHEDULES = (
+    {},
+    {"global_batch_size": 12},
+    {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+    {"lr_warmup_iters": 10, "lr_decay_iters": 80},
+    {"lr_warmup_fraction": 0.1},
+    RAMP,
+    {**SAMPLES, "lr_warmup_samples": 50},
+    {**SAMPLES, "lr_decay_samples": 800, "lr_warmup_fraction": 0.25},
+)
+RANKS = 8
+
+
+def arguments(**changed: Any) -> Any:
+    return SimpleNamespace(**{**PARSED, **changed})
+
+
+def megatrons_schedule(args: Any) -> Any:
+    """The state of the scheduler that the installed Megatron-LM makes: its function alone is run,
+    because its module asks for CUDA."""
+    package = importlib.util.find_spec("megatron.training")
+    if package is None or package.origin is None:
+        pytest.skip("this megatron-core comes without Megatron-LM's modules")
+    tree = ast.parse((Path(package.origin).parent / "training.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "get_optimizer_param_scheduler":
+            function = ast.Module([node], [])
+    names: dict[str, Any] = {
+        "get_args": lambda: args,
+        "update_train_iters": lambda _: None,
+        "OptimizerParamScheduler": OptimizerParamScheduler,
+    }
+    exec(compile(function, "training.py", "exec"), names)
+    optimizer = SimpleNamespace(param_groups=[{"max_lr": args.lr, "min_lr": args.min_lr}])
+    return names["get_optimizer_param_scheduler"](optimizer).state_dict()
+
+
+@pytest.mark.parametrize("changed", SCHEDULES, ids=str)
+def test_values_are_those_of_megatrons_scheduler(changed: dict[str, Any]) -> None:
+    args = arguments(**changed)
+    ours = schedule_of(args, RANKS)
+    # As `validate_args` does it.
+    replicas = RANKS // args.tensor_model_parallel_size // args.context_parallel_size
+    args.global_batch_size = args.global_batch_size or args.micro_batch_size * replicas
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    of_megatron = megatrons_schedule(args)
+    assert ours == {name: of_megatron[name] for name in ours}
+    assert set(of_megatron) - set(ours) == {"num_steps"}
+
+
+def test_lengths_of_an_unknown_number_of_ranks_are_left_out() -> None:
+    known = schedule_of(arguments(), RANKS)
+    assert set(known) - set(schedule_of(arguments(), None)) == {
+        "wd_incr_steps",
+        "lr_decay_steps",
+        "lr_warmup_steps",
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    schedule = {**schedule_of(arguments(), RANKS), "num_steps": 16}
+    with world_of_one():
+        save_checkpoint(tmp_path / "saved", 7, {"opt_param_scheduler": schedule})
+    return tmp_path / "saved"
+
+
+LENGTHS = ["lr_decay_steps=3200", "wd_incr_steps=3200"]
+JUDGED = {
+    "the same": ({}, []),
+    "another rate": ({"lr": 5e-4}, ["max_lr=0.0005"]),
+    "another length": ({"train_iters": 200}, LENGTHS),
+    "override": ({"train_iters": 200, "override_opt_param_scheduler": True}, []),
+    "checkpoint's": ({"train_iters": 200, "use_checkpoint_opt_param_scheduler": True}, []),
+    "finetune": ({"train_iters": 200, "finetune": True}, []),
+    "without optimizer": ({"train_iters": 200, "no_load_optim": True}, []),
+    "that iteration": ({"train_iters": 200, "ckpt_step": 7}, LENGTHS),
+    "another iteration": ({"train_iters": 200, "ckpt_step": 8}, []),
+    "an address": ({"train_iters": 200, "load": "msc://bucket/saved"}, []),
+    "no folder": ({"train_iters": 200, "load": "absent"}, []),
+}
+"""What is changed, and the values that differ then."""
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_a_schedule_that_differs_is_found(case: str, saved: Path) -> None:
+    changed, expected = JUDGED[case]
+    found = schedule_problems(arguments(**{"load": str(saved), **changed}), RANKS)
+    assert [line.partition(" ")[0] for line in found] == expected
+
+
+def test_doctor_refuses_it(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    options = {**validation.PLAIN_OPTIONS, **optimizer_options(), **PARSED}
+    options |= {"use_megatron_fsdp": True, "load": str(saved), "lr": 5e-4}
+    monkeypatch.setattr(doctor.runner, "parse_arguments", lambda *_: SimpleNamespace(**options))
+    monkeypatch.setattr(doctor.megatron_lm, "complete", lambda *_: [])
+    assert doctor.main(["--json", "--world-size", str(RANKS), "train.py"]) == 1
+    found = json.loads(capsys.readouterr().out)["configuration"]["refuses"]
+    assert found[0].startswith("max_lr=0.0005 (--lr): the checkpoint has 0.001.")
+    assert len(found) == 1
