@@ -34,20 +34,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sharded = root / "fsdp_dtensor"
     plain = root / "torch_dist"
     train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1", "rng.seed=7"])
-    assert (
-        convert.main(
-            [
-                str(sharded),
-                str(plain),
-                "--to",
-                "torch_dist",
-                "--transformer-impl",
-                "local",
-                "--weights-only",
-            ]
-        )
-        == 0
-    )
+    assert convert.main([str(sharded), str(plain), "--to", "torch_dist", "--weights-only"]) == 0
     return {"fsdp_dtensor": str(sharded), "torch_dist": str(plain)}
 
 

@@ -110,6 +110,7 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
         "--save=runs/mine --loss-log-file=runs/mine.jsonl "
         "--train-data-path=data/mine_train --valid-data-path=data/mine_valid"
     ).split()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     for command in (
         [
             str(ROOT / "scripts/prepare_data.py"),
@@ -134,7 +135,7 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
             cwd=tmp_path,
             text=True,
             timeout=600,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
