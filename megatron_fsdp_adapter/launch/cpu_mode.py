@@ -294,6 +294,14 @@ FUNCTIONS = (
         makes,
         default=None,
     ),
+    # From 0.20 on: asks whether a layer is of a class that is none without Transformer Engine.
+    Patch(
+        f"{_CORE}.transformer.multi_token_prediction",
+        "is_inference_column_parallel_linear",
+        lambda module: False,
+        stands,
+        required=False,
+    ),
 )
 
 PATCHES = (*VIEWS, *FUNCTIONS)

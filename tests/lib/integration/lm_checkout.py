@@ -54,17 +54,15 @@ class WithLatentAttention:
 
 
 def give_what_local_layers_lack() -> None:
-    """Makes layers of latent attention and of multi-token prediction run without Transformer
-    Engine. Core takes what stands in for its classes for classes."""
+    """Makes layers of latent attention run without Transformer Engine. Core takes what stands in
+    for its classes for classes."""
     from megatron.core.models import backends
-    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
+    from megatron.core.transformer import multi_latent_attention
 
     if isinstance(multi_latent_attention.TELinear, type):
         return
     multi_latent_attention.HAVE_TE = False
     backends.DotProductAttention = WithLatentAttention
-    # From 0.20 on.
-    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
 
 
 def complete() -> None:
