@@ -19,6 +19,7 @@ CORE = Path(megatron.core.__file__).parent
 # Parts of core that CPU mode does not serve.
 NOT_SERVED = {
     "datasets.data_schedule": "hybrid context parallelism",
+    "datasets.data_schedule_utils": "hybrid context parallelism",
     "distributed.fsdp": "the bundled FSDP engine",
     "export": "inference engines",
     "fault_injector": "faults of a GPU, made on purpose",
@@ -39,8 +40,11 @@ NOT_SERVED = {
     "resharding": "weight transfer between GPUs",
     "ssm": "no GPT",
     "tensor_parallel.generalized_tensor_parallelism": "weights rematerialized on a side stream",
+    "tensor_parallel.gtp_cuda_graphs": "CUDA graphs",
+    "tensor_parallel.gtp_symmetric_memory": "NCCL",
     "transformer.cuda_graphs": "CUDA graphs",
     "transformer.experimental_attention_variant.dsa_cudnn_kernels": "kernels of cuDNN",
+    "transformer.hyper_connection": "no model of core is built with it",
     "transformer.moe.paged_stash": "static buffers of a GPU",
     "transformer.moe.token_dispatcher_inference": "inference",
 }
