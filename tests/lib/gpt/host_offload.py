@@ -1,8 +1,8 @@
 """Stand-ins that let core's offload of activations run on the host: streams and events that do
 nothing, copies that are made at once, and the host for the GPU.
 
-What is copied, when, and what backward is given is core's: 0.16.1 to 0.19.2, unmodified but for
-the device it asks for.
+What is copied, when, and what backward is given is core's: 0.16.1 to 0.19.2 and main, unmodified
+but for the device it asks for.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
         (handler, "offload", seen),
         (extension, "cpu_offload", types.SimpleNamespace()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
-        (module, "print_offload_summary_table", lambda found: None),
+        (module, "print_offload_summary_table", lambda *found, **options: None),
     ]
     of_some_releases = [
         (handler, "_can_manage_tensor_for_offload", manages),
