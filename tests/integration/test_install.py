@@ -285,18 +285,25 @@ def test_megatron_lm_training_modules(megatron_lm: Path, start: Start, order: st
             install()
         import megatron.training.training as training
         import megatron.training.checkpointing as checkpointing
+        wrappers = ["FullyShardedDataParallel", "FullyShardedDataParallelV1"]  # from 0.20 on
+        if hasattr(training, "megatron_FSDP"):
+            wrappers = ["megatron_FSDP"]
         if order == "install last":
-            assert "megatron_fsdp_adapter" not in training.megatron_FSDP.__module__
+            for wrapper in wrappers:
+                assert "megatron_fsdp_adapter" not in getattr(training, wrapper).__module__
             install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
         from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
-        assert training.megatron_FSDP is ours
+        for wrapper in wrappers:
+            assert getattr(training, wrapper) is ours
         name = "preprocess_state_dict_for_uneven_dtensor"
         assert getattr(checkpointing, name) is getattr(megatron_names, name)
-        assert "megatron.training.training.megatron_FSDP" in holders(ours)
+        for wrapper in wrappers:
+            assert "megatron.training.training." + wrapper in holders(ours)
         uninstall()
         assert holders(ours) == []
-        assert training.megatron_FSDP.__module__ == FSDP + ".mcore_fsdp_adapter"
+        for wrapper in wrappers:
+            assert getattr(training, wrapper).__module__ == FSDP + ".mcore_fsdp_adapter"
         assert getattr(checkpointing, name).__module__ == ENGINE + ".uneven_dtensor"
     """
     start(order, body, str(megatron_lm))()
