@@ -21,6 +21,7 @@ from lib.bench_subjects import KINDS, PRECISIONS, Subject, parse_subjects
 from lib.bench_trace import budget, budget_text, read_events
 from lib.bench_wrappers import row_options
 from lib.check import Machine
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_adapter.megatron.options.rules import Joined, problems
 from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES
@@ -411,13 +412,20 @@ sys.meta_path.insert(0, Finder())
 """
 """Scales gradients of ours by 1.1, as a `sitecustomize.py`."""
 
+FIELDS = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+OF_BUNDLED = {}
+if "megatron_fsdp_main_grads_dtype" not in FIELDS:
+    # Until 0.16 bundled has fp32 gradients, and scales them by an operation that gloo lacks. From
+    # 0.17 on it has bf16 ones of bf16 weights, and scales them itself.
+    OF_BUNDLED = {"bundled:optim_grads_params": "PREMUL_SUM"}
+
 RUNS = {
     # Every wrapper that runs on gloo; one that fails in its first backward takes nothing with it.
     "interleaved": (
         "--wrappers=bundled,floor,ddp,ours:optim,ours:optim_grads_params,fsdp2 "
         "--num-microbatches=2 --bf16",
         "",
-        {"bundled:optim_grads_params": "PREMUL_SUM"},
+        OF_BUNDLED,
         set(),
     ),
     # The table marks a wrapper that trains differently, and the status says so.
