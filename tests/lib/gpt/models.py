@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
@@ -36,6 +37,8 @@ def gpt(config: Any, tied: bool) -> GPTModel:
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, False)
+        # Core sizes it by the first model of a process, which may have fewer prediction layers.
+        MTPLossLoggingHelper.tracker.clear()
     return GPTModel(
         config,
         spec,
