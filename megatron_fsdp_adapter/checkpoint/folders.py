@@ -257,8 +257,10 @@ def remedy(root: Path, broken_folder: Path | None = None) -> str:
     if complete:
         options = ", ".join(map(str, complete[-5:]))
         text = f"complete in {root}: iteration {options} (name one to load it)"
-    else:
+    elif broken_folder is None:
         text = f"{root} has no complete checkpoint"
+    else:
+        text = f"{root} has no other complete checkpoint"
     if broken:
         text += f"; half-written (the save was interrupted, or still runs): {', '.join(broken)}"
     return text

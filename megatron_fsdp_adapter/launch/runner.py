@@ -148,8 +148,8 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
     module = _megatron_arguments()
     if module is None:
         raise ValueError(
-            f"{script}: megatron.training, which parses its arguments, is not importable. Put "
-            "Megatron-LM on PYTHONPATH"
+            f"{script}: megatron.training, which parses its arguments, is not importable. "
+            "Name a script of Megatron-LM, or put Megatron-LM on PYTHONPATH"
         )
     parser = argparse.ArgumentParser(prog=script.name, allow_abbrev=False)
     parser.error = _raise  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from lib.model import Trainee
 from lib.options import Options
 from megatron_fsdp_adapter.checkpoint import (
     PerRank,
+    folders,
     load_checkpoint,
     load_training_state,
     save_checkpoint,
@@ -25,6 +26,7 @@ from megatron_fsdp_adapter.checkpoint import (
 )
 from megatron_fsdp_adapter.checkpoint.folders import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.record import topology_of
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
 from megatron_fsdp_adapter.megatron.optimizer.param_scheduler import require_same_schedule
 
 
@@ -102,18 +104,32 @@ def begins(options: Options) -> bool:
     return decided[0]
 
 
+def require_own(root: str) -> None:
+    """Raises RefusedByAllRanks if the newest checkpoint of a root was saved by another program:
+    this script reads values that only its own checkpoints have."""
+    path, number = folders.locate(Path(root))
+    folder, metadata = folders.open_checkpoint(path, number)
+    if "world_size" not in metadata.state_dict_metadata:
+        raise RefusedByAllRanks(
+            f"--load {root}: {folder.name} was not saved by scripts/pretrain_gpt.py, which resumes "
+            "only its own checkpoints. Resume it with the program that saved it, or with that of "
+            "the run that it was converted from"
+        )
+
+
 def load(trainee: Trainee, options: Options) -> Progress:
     """Restores model, optimizer and schedule from --load; returns the progress. Collective.
 
     The checkpoint may be of any number of ranks and any split of the model. Random generators are
     restored if both are those of this run; else they keep this run's seeds.
 
-    Raises FileNotFoundError if there is no complete checkpoint, and ValueError for another schedule
-    without a flag that says which one is taken.
+    Raises FileNotFoundError if there is no complete checkpoint, and RefusedByAllRanks for one of
+    another program, and for another schedule without a flag that says which one is taken.
     """
     root = options.load
     assert root is not None
     state = _state(trainee, Progress(), options, is_loading=True)
+    require_own(root)
     asked = {"world_size": 0, "args": dict.fromkeys(_PLACES)}
     _, saved = load_checkpoint(root, asked, ignore_unexpected=("",))
     places = {name: getattr(options, name) for name in _PLACES}

@@ -3,7 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+from tests.lib.ranks.one_rank import world_of_one
 from tests.lib.scripts.script_runs import TINY, Train, run_script
 
 CHECKS = (
@@ -90,8 +93,20 @@ def test_another_schedule_is_resumed_with_a_flag_that_says_which(
     for word in words:
         assert word in done.stdout + done.stderr, done.stderr
     if not rates:
-        assert done.returncode != 0
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
         return
     assert done.returncode == 0, done.stderr
     found = {iteration: record["learning_rate"] for iteration, record in read_log(log).items()}
     assert found == pytest.approx(rates)
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    """Before: `missing: world_size, args....`, under a traceback."""
+    with world_of_one():
+        save_checkpoint(tmp_path / "saved", 3, {"model": {"weight": torch.ones(2)}})
+    flags = (*FSDP, f"--load={tmp_path / 'saved'}", "--mock-data", "--eval-iters=0")
+    done = run_script("pretrain_gpt.py", *TINY, *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "iter_0000003 was not saved by scripts/pretrain_gpt.py" in done.stderr

@@ -25,7 +25,8 @@ from megatron_fsdp_adapter.core.runtime.host_stash import HostStash
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
-from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
+from .between_passes import BetweenPasses
+from .buffer import BUFFER_KINDS, READ, AllocateSlots, check_here, ordinary_memory
 from .gather import GatherPipeline
 from .grad_callbacks import at_end_of_backward, grad_callback
 from .grad_states import GradState
@@ -42,7 +43,7 @@ from .step import Backward, Last, RootCall, RootName, Step, StepBudget
 from .unit import Unit
 
 
-class FsdpEngine(Microbatches):
+class FsdpEngine(Microbatches, BetweenPasses):
     """Shards the parameters of `module`, which then shows sharded ones, and trains them.
 
     Args:
@@ -430,7 +431,7 @@ class FsdpEngine(Microbatches):
         """Refuses to release memory from now on, as `holder` has its addresses."""
         self.pinned_by = holder
 
-    # What modules show. Main weights may be read and written while it is sharded parameters.
+    # What modules show while they compute.
 
     def to_unsharded(self) -> None:
         """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
@@ -445,23 +446,7 @@ class FsdpEngine(Microbatches):
             self.quantization.catch_up()
         self.gather.mark_stale()
 
-    def to_sharded(self) -> None:
-        check_here(self.away, "reading or writing main weights", [MAIN_WEIGHTS])
-        self.gather.updates.settle()
-        self.switch.show(unsharded=False, before=self.gather.give_up)
-
-    def show_between_passes(self) -> None:
-        """Shows sharded parameters, unless a forward runs or waits for its backward."""
-        if self.step.awaits_nothing and not self.away:
-            self.to_sharded()
-
-    def mark_main_weights_stale(self) -> None:
-        """Main weights in host memory may have been written: the next gather reads them."""
-        self.gather.updates.drop_loads()
-        for group in self.groups:
-            group.main.changed()
-
-    # Gradients and weights between passes.
+    # Gradients between passes.
 
     @property
     def has_grads(self) -> bool:
@@ -480,21 +465,3 @@ class FsdpEngine(Microbatches):
             if grads.state in REDUCED_STATES:
                 for segment in grads.held_segments:
                     segment.mul_(factor)
-
-    @torch.no_grad()
-    def bring_up_to_date(self) -> None:
-        """Makes main weights readable, and quantized weights equal to them in each rank's own
-        rows. Collective if main weights have changed."""
-        self.gather.updates.settle()
-        if self.quantization is not None and not self.switch.shows_unsharded:
-            self.quantization.catch_up()
-
-    @torch.no_grad()
-    def sync_weights(self, wait: bool) -> None:
-        """Makes weights current for the next forward. Gathers all of them now with `wait`, or
-        without overlap; else only launches what that forward needs first."""
-        self.to_unsharded()
-        if wait or not self.config.overlap_param_gather:
-            self.gather.unshard_all()
-        else:
-            self.gather.unshard_first()

@@ -29,6 +29,7 @@ from tests.lib.engine.small_model import Loop, Setup
 CHECKS = (
     "core/engine/unit.py",
     "core/engine/params.py",
+    "core/engine/between_passes.py",
     "core/engine/group.py",
     "core/engine/grad_buffers.py",
     "core/engine/grad_states.py",
