@@ -6,7 +6,7 @@ with one exchange of small objects that carry results or failures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ class CheckpointError(RuntimeError):
     """
 
 
-# The errors that a step may raise on any rank, most specific first. Every rank raises the first.
+# The errors that a step may raise on any rank, most specific first.
 _KINDS: tuple[type[Exception], ...] = (
     FileNotFoundError,
     RefusedByAllRanks,
@@ -81,7 +81,7 @@ class Coordinator:
                 kind, messages[rank] = failed
                 kinds.append(kind)
         if messages:
-            together = _KINDS[min(kinds)](_report(stage, messages, self.size))
+            together = _common_kind(kinds)(_report(stage, messages, self.size))
             raise interruption_in(cause, self.rank) or together from cause
         return result, tuple(value for value, _ in results)
 
@@ -121,6 +121,15 @@ def _kind_of(error: BaseException) -> int:
         if isinstance(error, kind):
             return i
     return len(_KINDS) - 1
+
+
+def _common_kind(kinds: Sequence[int]) -> type[Exception]:
+    """The error that every rank raises: the first of those that ranks have raised. One that is
+    printed without a traceback only if they have raised no other, which may be a fault of code."""
+    kind = _KINDS[min(kinds)]
+    if kind is RefusedByAllRanks and len(set(kinds)) > 1:
+        return ValueError
+    return kind
 
 
 def interruption_in(error: BaseException | None, rank: int) -> BaseException | None:

@@ -31,6 +31,7 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     save_checkpoint,
 )
 from megatron_fsdp_adapter.checkpoint.state import PerRank
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
 from tests.lib.checkpoint.checkpoint_cases import data_mesh, names, plan, same, sharded_tensors
 from tests.lib.checkpoint.convert_cases import Evil
 from tests.lib.ranks.launch import run_ranks
@@ -230,6 +231,11 @@ def _made(breaks: bool) -> None:
         raise ImportError("gone")
 
 
+def _raises(kind: type[Exception]) -> None:
+    """What a step may do."""
+    raise kind("no")
+
+
 def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     layout = plan(size)
     mesh = data_mesh(size)
@@ -293,6 +299,15 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     seen = saved if rank == 0 else f"{work}/local"
     with pytest.raises(FileNotFoundError, match=r"rank 1: .*local does not exist"):
         load_checkpoint(seen, {"model": poisoned, "rng": PerRank()})
+
+    # A fault of code on one of them needs a traceback, so it is no refusal.
+    with coordination() as ranks:
+        for kind in (RefusedByAllRanks, ValueError):
+            own = RefusedByAllRanks if rank == 0 else kind
+            with pytest.raises(kind) as error:
+                ranks.run("stage", functools.partial(_raises, own))
+            assert type(error.value) is kind
+            assert "no" in str(error.value)
 
     # Overlapping chunks: two ranks claim the same rows.
     both = sharded_tensors(layout, 0, mesh, torch.float32)

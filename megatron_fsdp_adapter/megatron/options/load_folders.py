@@ -100,6 +100,18 @@ def newest_problems(option: str, root: str | None) -> list[str]:
     return foreign_problems(option, root, found[-1]) if found else []
 
 
+def newest_beside(args: Any) -> str | None:
+    """The root of non-persistent checkpoints, if a run of Megatron-LM would load one of these."""
+    root: str | None = getattr(args, "load", None)
+    beside: str | None = getattr(args, "non_persistent_global_ckpt_dir", None)
+    if not beside and root:
+        beside = str(Path(root) / NON_PERSISTENT)
+    if getattr(args, "non_persistent_ckpt_type", None) != "global" or not beside:
+        return None
+    of_root = _number(Path(root), getattr(args, "ckpt_step", None)) if root else -1
+    return beside if _number(Path(beside), None) >= max(of_root, 0) else None
+
+
 def load_problems(args: Any) -> list[str]:
     """Problems of the checkpoint that a run of Megatron-LM would load."""
     root: str | None = getattr(args, "load", None)
@@ -108,12 +120,8 @@ def load_problems(args: Any) -> list[str]:
     if pretrained and not (root and _named(Path(root))):
         return folder_problems("pretrained_checkpoint", pretrained, step, is_weights_only=True)
     found = []
-    beside: str | None = getattr(args, "non_persistent_global_ckpt_dir", None)
-    if not beside and root:
-        beside = str(Path(root) / NON_PERSISTENT)
-    is_beside = getattr(args, "non_persistent_ckpt_type", None) == "global" and bool(beside)
-    of_root = _number(Path(root), step) if root else -1
-    if beside and is_beside and _number(Path(beside), None) >= max(of_root, 0):
+    beside = newest_beside(args)
+    if beside is not None:
         option = "non_persistent_global_ckpt_dir"
         found += folder_problems(option, beside)
     else:

@@ -11,47 +11,75 @@ from ...checkpoint import folders
 from ...checkpoint.convert.dcp_files import DcpFolder
 from ...megatron.optimizer.group_options import NEITHER, differences
 from ...megatron.optimizer.param_scheduler import flag_of
-from ...megatron.options.rules import is_on
+from ...megatron.options.load_folders import newest_beside
 
 STORED = "opt_param_scheduler."
 """Prefix of the keys of a checkpoint's schedule."""
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+WITHOUT_SCHEDULE = (
+    "finetune",
+    "no_load_optim",
+    # Megatron-LM's validation sets one of the two above for these.
+    "skip_train",
+    "moe_use_upcycling",
+    "freeze_all_layers",
+    # Its values are not those of the command line.
+    "yaml_cfg",
+)
+"""Arguments with which a run loads no schedule, or none that is known here."""
 
 
 def schedule_problems(args: Any, ranks: int | None) -> list[str]:
     """Values of the schedule that the newest checkpoint of `--load` has otherwise, if no flag says
     which schedule a resumed run takes. ranks: of the run; without it and `--global-batch-size`,
-    lengths in samples are not compared."""
-    root = getattr(args, "load", None)
-    starts_anew = is_on(args, "finetune") or is_on(args, "no_load_optim")
-    if not root or "://" in root or starts_anew or flag_of(args) != NEITHER:
+    lengths in samples are not compared.
+
+    Empty if the checkpoint cannot be read: `load_problems` and the load say what is wrong with it.
+    """
+    if any(getattr(args, name, None) for name in WITHOUT_SCHEDULE) or flag_of(args) != NEITHER:
         return []
-    step = getattr(args, "ckpt_step", None)
-    if not step and not (Path(root) / folders.TRACKER).is_file():
-        return []  # the run starts at its beginning
     try:
-        folder = DcpFolder.open_to_read(Path(root), step)
+        saved = _saved_schedule(args)
     except (ValueError, OSError):
-        return []  # `load_problems` and the load say what is wrong with it
+        return []
+    return differences(schedule_of(args, ranks), saved)
+
+
+def _saved_schedule(args: Any) -> dict[str, Any]:
+    """The plain values of the schedule that a run would load. Raises what reading a folder does."""
+    root = getattr(args, "load", None)
+    step = getattr(args, "ckpt_step", None)
+    beside = newest_beside(args)
+    if beside is not None:
+        root, step = beside, None
+    if not root or "://" in root:
+        return {}
+    begins_there = (Path(root) / folders.TRACKER).is_file()
+    if not begins_there and (not step or getattr(args, "pretrained_checkpoint", None)):
+        return {}  # the run starts at its beginning, or from the weights of another checkpoint
+    folder = DcpFolder.open_to_read(Path(root), step)
     saved = {}
     for key in folder.object_keys:
         if key.startswith(STORED):
-            saved[key.removeprefix(STORED)] = folder.object(key)
-    return differences(schedule_of(args, ranks), saved)
+            value = folder.object(key)
+            if isinstance(value, (int, float, str)):
+                saved[key.removeprefix(STORED)] = value
+    return saved
 
 
 def schedule_of(args: Any, ranks: int | None) -> dict[str, Any]:
     """The values that Megatron-LM gives its scheduler, as far as they are known before its own
     validation of arguments. As `get_optimizer_param_scheduler` of core_v0.19.0 computes them."""
     decay = args.weight_decay
-    schedule = {
-        "max_lr": args.lr,
-        "min_lr": args.min_lr,
+    schedule: dict[str, Any] = {
         "lr_decay_style": args.lr_decay_style,
         "wd_incr_style": args.weight_decay_incr_style,
         "start_wd": decay if args.start_weight_decay is None else args.start_weight_decay,
         "end_wd": decay if args.end_weight_decay is None else args.end_weight_decay,
     }
+    for name, value in (("max_lr", args.lr), ("min_lr", args.min_lr)):
+        if value is not None:  # or the script sets it
+            schedule[name] = value
     if args.train_samples:
         factor = 1
         training = args.train_samples
@@ -77,7 +105,8 @@ def global_batch(args: Any, ranks: int | None) -> int:
     """Sequences of a step; 0 if they are not known."""
     if args.global_batch_size:
         return int(args.global_batch_size)
-    if not ranks or not args.micro_batch_size:
+    takes_axes_of_checkpoint = getattr(args, "use_mp_args_from_checkpoint_args", False)
+    if not ranks or not args.micro_batch_size or takes_axes_of_checkpoint:
         return 0
     replicas = ranks
     for axis in AXES:

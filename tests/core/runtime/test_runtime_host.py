@@ -35,7 +35,6 @@ from tests.lib.engine.pretended import pretended_world
 CHECKS = (
     "core/runtime/device.py",
     "core/runtime/rank_warnings.py",
-    "core/runtime/launcher.py",
     "core/comm/communicator.py",
 )
 

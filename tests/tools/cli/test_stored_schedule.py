@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+from megatron_fsdp_adapter.checkpoint.folders import TRACKER
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.tools.cli import doctor
 from megatron_fsdp_adapter.tools.cli.named_options import optimizer_options
@@ -134,10 +139,83 @@ JUDGED = {
     "without optimizer": ({"train_iters": 200, "no_load_optim": True}, []),
     "that iteration": ({"train_iters": 200, "ckpt_step": 7}, LENGTHS),
     "another iteration": ({"train_iters": 200, "ckpt_step": 8}, []),
+    # Megatron-LM loads weights alone then.
+    "evaluation": ({"train_iters": 200, "skip_train": True}, []),
+    "upcycling": ({"train_iters": 200, "moe_use_upcycling": True}, []),
+    "frozen": ({"train_iters": 200, "freeze_all_layers": True}, []),
+    # Values that are not the command line's.
+    "no rate": ({"lr": None, "min_lr": None, "train_iters": None}, []),
+    "a file": ({"lr": None, "train_iters": 200, "yaml_cfg": "run.yaml"}, []),
+    "axes": ({"micro_batch_size": 1, "use_mp_args_from_checkpoint_args": True}, []),
     "an address": ({"train_iters": 200, "load": "msc://bucket/saved"}, []),
     "no folder": ({"train_iters": 200, "load": "absent"}, []),
 }
 """What is changed, and the values that differ then."""
+
+
+def test_the_newest_of_non_persistent_checkpoints_is_compared(saved: Path) -> None:
+    beside = saved / "non_persistent"
+    kept = {"load": str(saved), "non_persistent_ckpt_type": "global", "train_iters": 200}
+    schedule = schedule_of(arguments(train_iters=200), RANKS)
+    with world_of_one():
+        save_checkpoint(beside, 5, {"opt_param_scheduler": schedule})
+        assert len(schedule_problems(arguments(**kept), RANKS)) == len(LENGTHS)
+        save_checkpoint(beside, 9, {"opt_param_scheduler": schedule})
+    assert schedule_problems(arguments(**kept), RANKS) == []
+
+
+def test_the_weights_of_another_checkpoint_have_no_schedule(saved: Path) -> None:
+    (saved / TRACKER).unlink()
+    wanted = {"load": str(saved), "ckpt_step": 7, "train_iters": 200}
+    assert len(schedule_problems(arguments(**wanted), RANKS)) == len(LENGTHS)
+    assert schedule_problems(arguments(**wanted, pretrained_checkpoint="weights"), RANKS) == []
+
+
+def _no_place(folder: Path) -> None:
+    """A `.metadata` that lists a value without its place."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.storage_data[MetadataIndex("opt_param_scheduler.max_lr")]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _no_bytes(folder: Path) -> None:
+    """Files of the right length that hold nothing."""
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def _cut(folder: Path) -> None:
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(b"")
+
+
+def _no_pickle(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"no pickle")
+
+
+def _released(folder: Path) -> None:
+    (folder.parent / TRACKER).write_text("release")
+    folder.rename(folder.with_name("release"))
+
+
+def _legacy(folder: Path) -> None:
+    (folder / "mp_rank_00").mkdir()
+
+
+@pytest.mark.parametrize("change", (_no_place, _no_bytes, _cut, _no_pickle, _released, _legacy))
+def test_a_folder_that_is_not_read_is_left_to_the_load(
+    change: Callable[[Path], None], saved: Path
+) -> None:
+    change(saved / "iter_0000007")
+    assert schedule_problems(arguments(load=str(saved), lr=5e-4), RANKS) == []
+
+
+def test_values_of_another_kind_are_not_compared(tmp_path: Path) -> None:
+    schedule = {**schedule_of(arguments(), RANKS), "max_lr": Fraction(1, 1000)}
+    with world_of_one():
+        save_checkpoint(tmp_path, 7, {"opt_param_scheduler": schedule})
+    assert schedule_problems(arguments(load=str(tmp_path)), RANKS) == []
 
 
 @pytest.mark.parametrize("case", JUDGED)
