@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
+from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.folders import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.record import topology_of
 from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
@@ -106,8 +107,14 @@ def begins(options: Options) -> bool:
 
 def require_own(root: str) -> None:
     """Raises RefusedByAllRanks if the newest checkpoint of a root was saved by another program:
-    this script reads values that only its own checkpoints have."""
-    path, number = folders.locate(Path(root))
+    this script reads values that only its own checkpoints have. Collective: an error of one rank
+    is raised on all."""
+    with coordination() as ranks:
+        ranks.run("opening the checkpoint", lambda: _require_own(Path(root)))
+
+
+def _require_own(root: Path) -> None:
+    path, number = folders.locate(root)
     folder, metadata = folders.open_checkpoint(path, number)
     if "world_size" not in metadata.state_dict_metadata:
         raise RefusedByAllRanks(

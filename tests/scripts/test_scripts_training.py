@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib import checkpoints
 
 from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+from tests.lib.ranks.launch import run_ranks
 from tests.lib.ranks.one_rank import world_of_one
 from tests.lib.scripts.script_runs import TINY, Train, run_script
 
@@ -99,6 +101,19 @@ def test_another_schedule_is_resumed_with_a_flag_that_says_which(
     assert done.returncode == 0, done.stderr
     found = {iteration: record["learning_rate"] for iteration, record in read_log(log).items()}
     assert found == pytest.approx(rates)
+
+
+def _own_where_it_is_seen(rank: int, size: int, root: str) -> None:
+    own = root if rank == 0 else f"{root}/absent"
+    with pytest.raises(FileNotFoundError, match=r"rank 1: .*absent does not exist"):
+        checkpoints.require_own(own)
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
+    """Before: the other rank went on, into a collective call."""
+    with world_of_one():
+        save_checkpoint(tmp_path, 3, {"world_size": 1})
+    run_ranks(_own_where_it_is_seen, 2, str(tmp_path))
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
