@@ -229,8 +229,8 @@ def _bundled_wrapper(
 
     ddp = training.ddp_config(options)
     ddp.preserve_fp32_weights = True  # our config leaves that to newer fields
-    # Of core 0.16. Later releases reduce and accumulate gradients in the dtype of the weights, which
-    # is their default, unless `megatron_fsdp_main_grads_dtype` is set.
+    # Of core 0.16. Later releases reduce and accumulate gradients in the dtype of the weights,
+    # which is their default, unless `megatron_fsdp_main_grads_dtype` is set.
     ddp.grad_reduce_in_fp32 = not options.grad_reduce_in_bf16
     return bundled_wrapper(config, ddp, module, place, version)
 
