@@ -253,7 +253,8 @@ def remedy(root: Path, broken_folder: Path | None = None) -> str:
     broken_folder: the one that the error is about, however complete it looks."""
     broken_iteration = None if broken_folder is None else iteration_of(broken_folder)
     complete = [one for one in complete_iterations(root) if one != broken_iteration]
-    broken = half_written(root)
+    own = "" if broken_folder is None else broken_folder.name
+    broken = [name for name in half_written(root) if name != own]
     if complete:
         options = ", ".join(map(str, complete[-5:]))
         text = f"complete in {root}: iteration {options} (name one to load it)"

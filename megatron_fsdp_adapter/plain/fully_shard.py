@@ -34,7 +34,6 @@ from ..core.config import (
     OUTER_STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
-    Strategy,
     strategy_named,
 )
 from ..core.distributed_index import FSDPDistributedIndex
@@ -210,12 +209,13 @@ def _index_over(
     )
 
 
-def _raise_unit_problems(budget: Any, numel: int, strategy: Strategy) -> None:
-    """ValueError if the budget for unsharded units is none, or there is nothing to spend it on; or
-    if layers are to be joined up to a negative number of elements."""
+def _raise_option_problems(config: EngineConfig, budget: Any, numel: int) -> None:
+    """ValueError for values of arguments that `EngineConfig` does not refuse: a budget that is
+    none, or that nothing can be spent on; layers that are to be joined up to a negative number of
+    elements."""
     if not is_budget(budget):
         raise ValueError(f"{BUDGET_OPTION}={budget!r}: {NO_BUDGET}")
-    if budget and not can_keep(strategy):
+    if budget and not can_keep(config.strategy):
         raise ValueError(f"{BUDGET_OPTION}={budget!r}: {NOTHING_TO_KEEP}")
     if numel < 0:
         raise ValueError(
@@ -304,10 +304,8 @@ def fully_shard_model(
     """
     main = mixed_precision_policy.main_params_dtype
     raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
-    strategy = strategy_named(data_parallel_sharding_strategy)
-    _raise_unit_problems(fsdp_unsharded_budget_gib, suggested_communication_unit_size, strategy)
     config = EngineConfig(
-        strategy=strategy,
+        strategy=strategy_named(data_parallel_sharding_strategy),
         policy=mixed_precision_policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
@@ -317,6 +315,7 @@ def fully_shard_model(
         offload=chunked_optimizer_state_offload,
         prefetch_bytes=torch.bfloat16.itemsize * suggested_communication_unit_size,
     )
+    _raise_option_problems(config, fsdp_unsharded_budget_gib, suggested_communication_unit_size)
     check_manager(elastic)
     is_elastic = elastic is not None
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy, is_elastic)

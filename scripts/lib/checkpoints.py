@@ -106,21 +106,27 @@ def begins(options: Options) -> bool:
 
 
 def require_own(root: str) -> None:
-    """Raises RefusedByAllRanks if the newest checkpoint of a root was saved by another program:
-    this script reads values that only its own checkpoints have. Collective: an error of one rank
-    is raised on all."""
+    """Raises RefusedByAllRanks if there is no checkpoint to load, or if the newest was saved by
+    another program: this script reads values that only its own checkpoints have.
+
+    Collective: an error of one rank is raised on all."""
     with coordination() as ranks:
         ranks.run("opening the checkpoint", lambda: _require_own(Path(root)))
 
 
 def _require_own(root: Path) -> None:
-    path, number = folders.locate(root)
-    folder, metadata = folders.open_checkpoint(path, number)
+    is_newest = (root / folders.TRACKER).is_file()
+    if folders.iteration_of(root) is not None and not is_newest:
+        raise RefusedByAllRanks(f"--load {root}: is one iteration. Name the folder that it is in")
+    try:
+        path, number = folders.locate(root)
+        folder, metadata = folders.open_checkpoint(path, number)
+    except FileNotFoundError as error:
+        raise RefusedByAllRanks(f"--load {root}: {error}") from error
     if "world_size" not in metadata.state_dict_metadata:
         raise RefusedByAllRanks(
-            f"--load {root}: {folder.name} was not saved by scripts/pretrain_gpt.py, which resumes "
-            "only its own checkpoints. Resume it with the program that saved it, or with that of "
-            "the run that it was converted from"
+            f"--load {root}: {folder.name} was not saved by scripts/pretrain_gpt.py, or only its "
+            "weights were converted. Resume it with the program that saved it"
         )
 
 
@@ -130,8 +136,8 @@ def load(trainee: Trainee, options: Options) -> Progress:
     The checkpoint may be of any number of ranks and any split of the model. Random generators are
     restored if both are those of this run; else they keep this run's seeds.
 
-    Raises FileNotFoundError if there is no complete checkpoint, and RefusedByAllRanks for one of
-    another program, and for another schedule without a flag that says which one is taken.
+    Raises RefusedByAllRanks if there is no complete checkpoint, for one of another program, and for
+    another schedule without a flag that says which one is taken.
     """
     root = options.load
     assert root is not None

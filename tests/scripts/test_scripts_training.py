@@ -7,6 +7,7 @@ import torch
 from lib import checkpoints
 
 from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+from megatron_fsdp_adapter.core.problems import RefusedByAllRanks
 from tests.lib.ranks.launch import run_ranks
 from tests.lib.ranks.one_rank import world_of_one
 from tests.lib.scripts.script_runs import TINY, Train, run_script
@@ -105,7 +106,7 @@ def test_another_schedule_is_resumed_with_a_flag_that_says_which(
 
 def _own_where_it_is_seen(rank: int, size: int, root: str) -> None:
     own = root if rank == 0 else f"{root}/absent"
-    with pytest.raises(FileNotFoundError, match=r"rank 1: .*absent does not exist"):
+    with pytest.raises(RefusedByAllRanks, match=r"rank 1: .*absent does not exist"):
         checkpoints.require_own(own)
 
 
@@ -116,12 +117,22 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Pa
     run_ranks(_own_where_it_is_seen, 2, str(tmp_path))
 
 
-def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
-    """Before: `missing: world_size, args....`, under a traceback."""
+FOREIGN = {
+    # Before: `missing: world_size, args....`, under a traceback.
+    "saved": "iter_0000003 was not saved by scripts/pretrain_gpt.py",
+    # Before: two tracebacks, and that the folder has no complete checkpoint.
+    "saved/iter_0000003": "is one iteration. Name the folder that it is in",
+    ".": "latest_checkpointed_iteration.txt does not exist",
+}
+"""What --load names, and words of the message."""
+
+
+@pytest.mark.parametrize("load", FOREIGN)
+def test_a_load_that_cannot_be_is_refused_in_one_message(tmp_path: Path, load: str) -> None:
     with world_of_one():
         save_checkpoint(tmp_path / "saved", 3, {"model": {"weight": torch.ones(2)}})
-    flags = (*FSDP, f"--load={tmp_path / 'saved'}", "--mock-data", "--eval-iters=0")
+    flags = (*FSDP, f"--load={tmp_path / load}", "--mock-data", "--eval-iters=0")
     done = run_script("pretrain_gpt.py", *TINY, *flags)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "iter_0000003 was not saved by scripts/pretrain_gpt.py" in done.stderr
+    assert FOREIGN[load] in done.stderr

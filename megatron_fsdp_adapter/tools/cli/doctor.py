@@ -35,11 +35,10 @@ from megatron_fsdp_adapter.megatron.compat import releases
 from megatron_fsdp_adapter.megatron.compat.table import ALL
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.tools.cli import machine, nodes, prove
+from megatron_fsdp_adapter.tools.cli import machine, nodes, prove, stored_schedule
 from megatron_fsdp_adapter.tools.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.tools.cli.output import answer
 from megatron_fsdp_adapter.tools.cli.parser import base_parser
-from megatron_fsdp_adapter.tools.cli.stored_schedule import schedule_problems
 from megatron_fsdp_adapter.tools.models import sources
 
 from .output import Report
@@ -84,7 +83,9 @@ def configuration(given: argparse.Namespace) -> Report | None:
     if given.script is None and not given.set:
         return None
     changes: list[Change] = []
-    of_schedule: list[str] = []
+    loads = ""
+    of_load: list[str] = []
+    remarks: list[str] = []
     if given.script is None:
         chosen = named_options(given.set)
         plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
@@ -94,14 +95,18 @@ def configuration(given: argparse.Namespace) -> Report | None:
         if not args.use_megatron_fsdp:
             return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
         changes = megatron_lm.complete(args, given.arguments)
-        of_schedule = schedule_problems(args, given.world_size)
+        loads, of_load = stored_schedule.loaded_by(args)
+        of_load += stored_schedule.schedule_problems(args, given.world_size)
+        remarks = stored_schedule.remarks(args, given.world_size)
     options = validation.launch_options(args)
     of_run = megatron_lm.problems_of_run(args, os.environ, machine.device())
     of_sizes = sizes.size_problems(vars(options), given.world_size)
     return {
         "sets": [vars(change) for change in changes],
         "ranks": given.world_size or "unknown. Give --world-size",
-        "refuses": [*of_run, *of_schedule, *of_sizes],
+        "loads": loads,
+        "remarks": remarks,
+        "refuses": [*of_run, *of_load, *of_sizes],
     }
 
 
@@ -214,6 +219,9 @@ def _configuration_lines(found: Report) -> list[str]:
         return ["configuration", f"  {found['note']}"]
     changes = [Change(**row) for row in found["sets"]]
     lines = [format_changes("configuration: sets", changes), f"  ranks: {found['ranks']}"]
+    if found["loads"]:
+        lines.append(f"  loads: {found['loads']}")
+    lines += [f"  schedule: {line}" for line in found["remarks"]]
     lines.append("configuration: refuses")
     lines += [f"  - {line}" for line in found["refuses"]] or ["  nothing"]
     return lines

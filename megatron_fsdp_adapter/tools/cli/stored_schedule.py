@@ -1,4 +1,4 @@
-"""The schedule of a command line beside that of the checkpoint from which it would resume.
+"""The checkpoint from which a command line would resume, and its schedule beside the run's.
 
 A run compares them when it loads, after the model is built. `doctor` does it before the run."""
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from ...checkpoint import folders
 from ...checkpoint.convert.dcp_files import DcpFolder
-from ...megatron.optimizer.group_options import NEITHER, differences
+from ...megatron.optimizer.group_options import NEITHER, differences, schedule_remarks
 from ...megatron.optimizer.param_scheduler import flag_of
-from ...megatron.options.load_folders import newest_beside
+from ...megatron.options.load_folders import load_problems, newest_beside
 
 STORED = "opt_param_scheduler."
 """Prefix of the keys of a checkpoint's schedule."""
@@ -29,41 +29,84 @@ WITHOUT_SCHEDULE = (
 """Arguments with which a run loads no schedule, or none that is known here."""
 
 
+def loaded_by(args: Any) -> tuple[str, list[str]]:
+    """A line about the checkpoint that a run would load, and problems of its folder; an empty line
+    without `--load`."""
+    root, step = _source(args)
+    if not root:
+        return "", []
+    if "://" in root:
+        return f"{root}, which is an address and not looked at", []
+    if not step and not (Path(root) / folders.TRACKER).is_file():
+        lacks = f"has no {folders.TRACKER}" if Path(root).is_dir() else "does not exist"
+        if getattr(args, "exit_on_missing_checkpoint", False):
+            return "nothing", [
+                f"exit_on_missing_checkpoint=True: {root} {lacks}. Name a folder of checkpoints, "
+                "or leave it out"
+            ]
+        return f"nothing, because {root} {lacks}: the run starts at its beginning", []
+    try:
+        folder = DcpFolder.open_to_read(Path(root), step)
+    except (ValueError, OSError) as error:
+        # Foreign formats and trackers are found with the other arguments.
+        found = [] if load_problems(args) else [f"load={root!r}: {error}"]
+        return f"a checkpoint of {root} that cannot be read", found
+    return (
+        f"iteration {folder.iteration} of {root}. Its model, parameter groups and data files are "
+        "compared when it is loaded"
+    ), []
+
+
 def schedule_problems(args: Any, ranks: int | None) -> list[str]:
     """Values of the schedule that the newest checkpoint of `--load` has otherwise, if no flag says
     which schedule a resumed run takes. ranks: of the run; without it and `--global-batch-size`,
-    lengths in samples are not compared.
-
-    Empty if the checkpoint cannot be read: `load_problems` and the load say what is wrong with it.
-    """
-    if any(getattr(args, name, None) for name in WITHOUT_SCHEDULE) or flag_of(args) != NEITHER:
+    lengths in samples are not compared. Empty if the checkpoint cannot be read."""
+    if flag_of(args) != NEITHER:
         return []
-    try:
-        saved = _saved_schedule(args)
-    except (ValueError, OSError):
+    return differences(schedule_of(args, ranks), _saved_schedule(args))
+
+
+def remarks(args: Any, ranks: int | None) -> list[str]:
+    """Lines about such values if a flag says whose are taken, each with the one that is."""
+    flag = flag_of(args)
+    if flag == NEITHER:
         return []
-    return differences(schedule_of(args, ranks), saved)
+    return schedule_remarks(schedule_of(args, ranks), _saved_schedule(args), flag)
 
 
-def _saved_schedule(args: Any) -> dict[str, Any]:
-    """The plain values of the schedule that a run would load. Raises what reading a folder does."""
-    root = getattr(args, "load", None)
+def _source(args: Any) -> tuple[str, int | None]:
+    """The root from which a run loads, and the iteration that it names; "" if there is no root, or
+    if weights of another checkpoint are loaded."""
+    root = getattr(args, "load", None) or ""
     step = getattr(args, "ckpt_step", None)
     beside = newest_beside(args)
     if beside is not None:
-        root, step = beside, None
-    if not root or "://" in root:
+        return beside, None
+    has_newest = "://" in root or (Path(root) / folders.TRACKER).is_file()
+    if not has_newest and getattr(args, "pretrained_checkpoint", None):
+        return "", None
+    return root, step
+
+
+def _saved_schedule(args: Any) -> dict[str, Any]:
+    """The plain values of the schedule that a run would load; empty if it would load none, or if
+    they cannot be read: `loaded_by` and the load say why."""
+    root, step = _source(args)
+    loads_none = any(getattr(args, name, None) for name in WITHOUT_SCHEDULE)
+    if not root or "://" in root or loads_none:
         return {}
-    begins_there = (Path(root) / folders.TRACKER).is_file()
-    if not begins_there and (not step or getattr(args, "pretrained_checkpoint", None)):
-        return {}  # the run starts at its beginning, or from the weights of another checkpoint
-    folder = DcpFolder.open_to_read(Path(root), step)
+    if not step and not (Path(root) / folders.TRACKER).is_file():
+        return {}  # the run starts at its beginning
     saved = {}
-    for key in folder.object_keys:
-        if key.startswith(STORED):
-            value = folder.object(key)
-            if isinstance(value, (int, float, str)):
-                saved[key.removeprefix(STORED)] = value
+    try:
+        folder = DcpFolder.open_to_read(Path(root), step)
+        for key in folder.object_keys:
+            if key.startswith(STORED):
+                value = folder.object(key)
+                if isinstance(value, (int, float, str)):
+                    saved[key.removeprefix(STORED)] = value
+    except (ValueError, OSError):
+        return {}
     return saved
 
 

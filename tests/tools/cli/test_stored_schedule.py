@@ -21,7 +21,12 @@ from megatron_fsdp_adapter.checkpoint.folders import TRACKER
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.tools.cli import doctor
 from megatron_fsdp_adapter.tools.cli.named_options import optimizer_options
-from megatron_fsdp_adapter.tools.cli.stored_schedule import schedule_of, schedule_problems
+from megatron_fsdp_adapter.tools.cli.stored_schedule import (
+    loaded_by,
+    remarks,
+    schedule_of,
+    schedule_problems,
+)
 from tests.lib.ranks.one_rank import world_of_one
 
 CHECKS = ("tools/cli/stored_schedule.py",)
@@ -231,6 +236,51 @@ def test_doctor_refuses_it(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(doctor.runner, "parse_arguments", lambda *_: SimpleNamespace(**options))
     monkeypatch.setattr(doctor.megatron_lm, "complete", lambda *_: [])
     assert doctor.main(["--json", "--world-size", str(RANKS), "train.py"]) == 1
-    found = json.loads(capsys.readouterr().out)["configuration"]["refuses"]
+    report = json.loads(capsys.readouterr().out)["configuration"]
+    found = report["refuses"]
     assert found[0].startswith("max_lr=0.0005 (--lr): the checkpoint has 0.001.")
     assert len(found) == 1
+    assert report["loads"].startswith(f"iteration 7 of {saved}. ")
+
+
+def test_the_taken_values_are_listed(saved: Path) -> None:
+    options = {"load": str(saved), "lr": 5e-4}
+    [own] = remarks(arguments(**options, override_opt_param_scheduler=True), RANKS)
+    [stored] = remarks(arguments(**options, use_checkpoint_opt_param_scheduler=True), RANKS)
+    assert own.startswith("max_lr=0.0005 of this run, not 0.001 of the checkpoint")
+    assert stored.startswith("max_lr=0.001 of the checkpoint, not 0.0005 of this run")
+    assert remarks(arguments(**options), RANKS) == []
+
+
+LOADED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "newest": ({}, "iteration 7 of ", []),
+    "no flag": ({"load": None}, "", []),
+    "absent": ({"load": "absent"}, "nothing, because absent does not exist", []),
+    "must be there": (
+        {"load": "absent", "exit_on_missing_checkpoint": True},
+        "nothing",
+        ["exit_on_missing_checkpoint=True: absent does not exist."],
+    ),
+    "address": ({"load": "msc://bucket/saved"}, "msc://bucket/saved, which is an address", []),
+    "other weights": ({"load": "absent", "pretrained_checkpoint": "weights"}, "", []),
+}
+"""Changed arguments, how the line begins, and how problems begin."""
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_a_line_says_what_is_loaded(case: str, saved: Path) -> None:
+    changed, begin, problems = LOADED[case]
+    line, found = loaded_by(arguments(**{"load": str(saved), **changed}))
+    assert line.startswith(begin)
+    assert bool(line) == bool(begin)
+    assert [
+        problem[: len(start)] for problem, start in zip(found, problems, strict=True)
+    ] == problems
+
+
+@pytest.mark.parametrize("change", (_cut, _no_pickle))
+def test_a_damaged_folder_is_a_problem(change: Callable[[Path], None], saved: Path) -> None:
+    change(saved / "iter_0000007")
+    line, [problem] = loaded_by(arguments(load=str(saved)))
+    assert line == f"a checkpoint of {saved} that cannot be read"
+    assert problem.startswith(f"load='{saved}': {saved / 'iter_0000007'} is ")
