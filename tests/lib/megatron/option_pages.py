@@ -5,6 +5,7 @@ them between their marks."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -250,4 +251,7 @@ def rendered(page: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        (DOCS / page).write_text(rendered(page))
+        made = rendered(page)
+        state = "as it was" if made == (DOCS / page).read_text() else "written"
+        (DOCS / page).write_text(made)
+        print(f"docs/{page}: {state}", file=sys.stderr)
