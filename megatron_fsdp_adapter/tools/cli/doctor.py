@@ -93,7 +93,8 @@ def configuration(given: argparse.Namespace) -> Report | None:
     else:
         args = runner.parse_arguments(given.script, given.arguments)
         if not args.use_megatron_fsdp:
-            return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
+            note = f"without {megatron_lm.FSDP_FLAG} the script runs as it is"
+            return {"note": note + stored_schedule.loaded_by_ddp(args)}
         changes = megatron_lm.complete(args, given.arguments)
         loads, of_load = stored_schedule.loaded_by(args)
         of_load += stored_schedule.schedule_problems(args, given.world_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import folders
-from ...checkpoint.convert.dcp_files import DcpFolder
+from ...checkpoint.convert.dcp_files import FSDP_DTENSOR, DcpFolder, detect_format
 from ...megatron.optimizer.group_options import NEITHER, differences, schedule_remarks
 from ...megatron.optimizer.param_scheduler import flag_of
 from ...megatron.options.load_folders import load_problems, newest_beside
@@ -45,16 +45,31 @@ def loaded_by(args: Any) -> tuple[str, list[str]]:
                 "or leave it out"
             ]
         return f"nothing, because {root} {lacks}: the run starts at its beginning", []
+    if load_problems(args):  # which are listed with those of the other arguments
+        return f"a checkpoint of {root} that is refused", []
     try:
         folder = DcpFolder.open_to_read(Path(root), step)
     except (ValueError, OSError) as error:
-        # Foreign formats and trackers are found with the other arguments.
-        found = [] if load_problems(args) else [f"load={root!r}: {error}"]
-        return f"a checkpoint of {root} that cannot be read", found
+        return f"a checkpoint of {root} that cannot be read", [f"load={root!r}: {error}"]
     return (
         f"iteration {folder.iteration} of {root}. Its model, parameter groups and data files are "
         "compared when it is loaded"
     ), []
+
+
+def loaded_by_ddp(args: Any) -> str:
+    """A remark if a run of Megatron's DDP would load a checkpoint that only this wrapper reads."""
+    root, step = _source(args)
+    try:
+        is_ours = bool(root) and detect_format(Path(root), step) == FSDP_DTENSOR
+    except (ValueError, OSError):
+        return ""
+    if not is_ours:
+        return ""
+    return (
+        f". But --load {root} is in the format {FSDP_DTENSOR}, which it does not read: convert it "
+        "with `megatron-fsdp-adapter convert --to torch_dist`"
+    )
 
 
 def schedule_problems(args: Any, ranks: int | None) -> list[str]:

@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.tools.cli import doctor
 from megatron_fsdp_adapter.tools.cli.named_options import optimizer_options
 from megatron_fsdp_adapter.tools.cli.stored_schedule import (
     loaded_by,
+    loaded_by_ddp,
     remarks,
     schedule_of,
     schedule_problems,
@@ -284,3 +285,17 @@ def test_a_damaged_folder_is_a_problem(change: Callable[[Path], None], saved: Pa
     line, [problem] = loaded_by(arguments(load=str(saved)))
     assert line == f"a checkpoint of {saved} that cannot be read"
     assert problem.startswith(f"load='{saved}': {saved / 'iter_0000007'} is ")
+
+
+def test_a_checkpoint_in_another_format_is_refused_with_the_other_arguments(saved: Path) -> None:
+    _legacy(saved / "iter_0000007")
+    line, found = loaded_by(arguments(load=str(saved)))
+    assert line == f"a checkpoint of {saved} that is refused"
+    assert found == []
+
+
+def test_a_run_of_ddp_hears_of_a_checkpoint_that_it_cannot_read(saved: Path) -> None:
+    remark = loaded_by_ddp(arguments(load=str(saved)))
+    assert f"--load {saved} is in the format fsdp_dtensor" in remark
+    assert loaded_by_ddp(arguments(load="absent")) == ""
+    assert loaded_by_ddp(arguments()) == ""
