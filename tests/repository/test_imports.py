@@ -76,7 +76,7 @@ BUDGETS = {
     "quantized": 9_800,
     "rollout": 4_400,
     "state": 4_500,
-    "tools": 33_700,
+    "tools": 33_800,
 }
 """Nodes of the syntax tree that each package may have. A feature that needs more raises its number,
 so that growth is decided and not drifted into. Nodes, because lines that are packed have as many as

@@ -12,7 +12,14 @@ from ...checkpoint.convert.dcp_files import FSDP_DTENSOR, DcpFolder, detect_form
 from ...megatron.optimizer.group_options import NEITHER, differences, schedule_remarks
 from ...megatron.optimizer.param_scheduler import flag_of
 from ...megatron.options.load_folders import load_problems, newest_beside
+from ...megatron.options.rules import is_on
 
+ARGUMENTS = "args"
+"""The key under which Megatron-LM saves its arguments, and asks for them."""
+LACKS_ARGUMENTS = (
+    "has no arguments of Megatron-LM, as if it was saved by another program. Resume it with that "
+    "program, as scripts/pretrain_gpt.py"
+)
 STORED = "opt_param_scheduler."
 """Prefix of the keys of a checkpoint's schedule."""
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -51,6 +58,9 @@ def loaded_by(args: Any) -> tuple[str, list[str]]:
         folder = DcpFolder.open_to_read(Path(root), step)
     except (ValueError, OSError) as error:
         return f"a checkpoint of {root} that cannot be read", [f"load={root!r}: {error}"]
+    if ARGUMENTS not in folder.object_keys and is_on(args, "strict_fsdp_dtensor_load"):
+        problem = f"load={root!r}: {folder.folder.name} {LACKS_ARGUMENTS}"
+        return f"a checkpoint of {root} that is refused", [problem]
     return (
         f"iteration {folder.iteration} of {root}. Its model, parameter groups and data files are "
         "compared when it is loaded"

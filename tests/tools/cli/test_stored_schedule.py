@@ -36,6 +36,7 @@ PARSED: dict[str, Any] = {
     "load": None,
     "ckpt_step": None,
     "finetune": False,
+    "strict_fsdp_dtensor_load": True,
     "no_load_optim": False,
     "override_opt_param_scheduler": False,
     "use_checkpoint_opt_param_scheduler": False,
@@ -130,7 +131,7 @@ def test_lengths_of_an_unknown_number_of_ranks_are_left_out() -> None:
 def saved(tmp_path: Path) -> Path:
     schedule = {**schedule_of(arguments(), RANKS), "num_steps": 16}
     with world_of_one():
-        save_checkpoint(tmp_path / "saved", 7, {"opt_param_scheduler": schedule})
+        save_checkpoint(tmp_path / "saved", 7, {"opt_param_scheduler": schedule, "args": None})
     return tmp_path / "saved"
 
 
@@ -299,3 +300,12 @@ def test_a_run_of_ddp_hears_of_a_checkpoint_that_it_cannot_read(saved: Path) -> 
     assert f"--load {saved} is in the format fsdp_dtensor" in remark
     assert loaded_by_ddp(arguments(load="absent")) == ""
     assert loaded_by_ddp(arguments()) == ""
+
+
+def test_a_checkpoint_of_another_program_is_a_problem(tmp_path: Path) -> None:
+    with world_of_one():
+        save_checkpoint(tmp_path, 7, {"world_size": 2})
+    line, [problem] = loaded_by(arguments(load=str(tmp_path)))
+    assert line == f"a checkpoint of {tmp_path} that is refused"
+    assert problem.startswith(f"load='{tmp_path}': iter_0000007 has no arguments of Megatron-LM")
+    assert loaded_by(arguments(load=str(tmp_path), strict_fsdp_dtensor_load=False))[1] == []
