@@ -100,35 +100,45 @@ def newest_problems(option: str, root: str | None) -> list[str]:
     return foreign_problems(option, root, found[-1]) if found else []
 
 
-def newest_beside(args: Any) -> str | None:
-    """The root of non-persistent checkpoints, if a run of Megatron-LM would load one of these."""
+def source_of(args: Any) -> tuple[str, str | None, int | None]:
+    """The option, the root, and the iteration that is named, of the checkpoint that a run of
+    Megatron-LM would load. The root is None if the run names none."""
     root: str | None = getattr(args, "load", None)
+    step: int | None = getattr(args, "ckpt_step", None)
+    pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
+    if pretrained and not (root and _named(Path(root))):
+        return "pretrained_checkpoint", pretrained, step
     beside: str | None = getattr(args, "non_persistent_global_ckpt_dir", None)
     if not beside and root:
         beside = str(Path(root) / NON_PERSISTENT)
-    if getattr(args, "non_persistent_ckpt_type", None) != "global" or not beside:
-        return None
-    of_root = _number(Path(root), getattr(args, "ckpt_step", None)) if root else -1
-    return beside if _number(Path(beside), None) >= max(of_root, 0) else None
+    if getattr(args, "non_persistent_ckpt_type", None) == "global" and beside:
+        of_root = _number(Path(root), step) if root else -1
+        if _number(Path(beside), None) >= max(of_root, 0):
+            return "non_persistent_global_ckpt_dir", beside, None
+    return "load", root, step
+
+
+def source_problems(args: Any) -> list[str]:
+    """Problems of the folder that a run of Megatron-LM would load."""
+    option, root, step = source_of(args)
+    if option == "pretrained_checkpoint":
+        is_weights_only = True
+    elif option == "load":
+        loads_no_state = is_on(args, "no_load_optim") and is_on(args, "no_load_rng")
+        is_weights_only = is_on(args, "finetune") or loads_no_state
+    else:
+        is_weights_only = False
+    return folder_problems(option, root, step, is_weights_only)
 
 
 def load_problems(args: Any) -> list[str]:
     """Problems of the checkpoint that a run of Megatron-LM would load."""
+    found = source_problems(args)
+    option, _, _ = source_of(args)
+    if option == "pretrained_checkpoint":
+        return found
     root: str | None = getattr(args, "load", None)
-    pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
     step: int | None = getattr(args, "ckpt_step", None)
-    if pretrained and not (root and _named(Path(root))):
-        return folder_problems("pretrained_checkpoint", pretrained, step, is_weights_only=True)
-    found = []
-    beside = newest_beside(args)
-    if beside is not None:
-        option = "non_persistent_global_ckpt_dir"
-        found += folder_problems(option, beside)
-    else:
-        is_weights_only = is_on(args, "finetune") or (
-            is_on(args, "no_load_optim") and is_on(args, "no_load_rng")
-        )
-        found += folder_problems("load", root, step, is_weights_only)
     if root and not is_on(args, "finetune") and (step or _named(Path(root)) not in ("", RELEASE)):
         found += _left_out_of_loads(args)
     return found

@@ -31,11 +31,12 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
 from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.megatron.checkpoint import resume_check
 from megatron_fsdp_adapter.megatron.compat import releases
 from megatron_fsdp_adapter.megatron.compat.table import ALL
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.tools.cli import machine, nodes, prove, stored_schedule
+from megatron_fsdp_adapter.tools.cli import machine, nodes, prove
 from megatron_fsdp_adapter.tools.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.tools.cli.output import answer
 from megatron_fsdp_adapter.tools.cli.parser import base_parser
@@ -83,9 +84,7 @@ def configuration(given: argparse.Namespace) -> Report | None:
     if given.script is None and not given.set:
         return None
     changes: list[Change] = []
-    loads = ""
-    of_load: list[str] = []
-    remarks: list[str] = []
+    loaded = resume_check.Loaded()
     if given.script is None:
         chosen = named_options(given.set)
         plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
@@ -94,20 +93,24 @@ def configuration(given: argparse.Namespace) -> Report | None:
         args = runner.parse_arguments(given.script, given.arguments)
         if not args.use_megatron_fsdp:
             note = f"without {megatron_lm.FSDP_FLAG} the script runs as it is"
-            return {"note": note + stored_schedule.loaded_by_ddp(args)}
+            return {"note": note + resume_check.loaded_by_ddp(args)}
         changes = megatron_lm.complete(args, given.arguments)
-        loads, of_load = stored_schedule.loaded_by(args)
-        of_load += stored_schedule.schedule_problems(args, given.world_size)
-        remarks = stored_schedule.remarks(args, given.world_size)
+        loaded = resume_check.loaded_by(args)
     options = validation.launch_options(args)
     of_run = megatron_lm.problems_of_run(args, os.environ, machine.device())
     of_sizes = sizes.size_problems(vars(options), given.world_size)
+    of_schedule = []
+    remarks = []
+    if loaded.schedule:
+        saved = loaded.schedule
+        of_schedule = resume_check.schedule_problems(args, given.world_size, saved)
+        remarks = resume_check.remarks(args, given.world_size, saved)
     return {
         "sets": [vars(change) for change in changes],
         "ranks": given.world_size or "unknown. Give --world-size",
-        "loads": loads,
+        "loads": loaded.line,
         "remarks": remarks,
-        "refuses": [*of_run, *of_load, *of_sizes],
+        "refuses": [*of_run, *loaded.problems, *of_schedule, *of_sizes],
     }
 
 

@@ -18,19 +18,18 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
 from megatron_fsdp_adapter.checkpoint.folders import TRACKER
+from megatron_fsdp_adapter.megatron.checkpoint import resume_check
+from megatron_fsdp_adapter.megatron.checkpoint.resume_check import (
+    loaded_by,
+    loaded_by_ddp,
+    schedule_of,
+)
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.tools.cli import doctor
 from megatron_fsdp_adapter.tools.cli.named_options import optimizer_options
-from megatron_fsdp_adapter.tools.cli.stored_schedule import (
-    loaded_by,
-    loaded_by_ddp,
-    remarks,
-    schedule_of,
-    schedule_problems,
-)
 from tests.lib.ranks.one_rank import world_of_one
 
-CHECKS = ("tools/cli/stored_schedule.py",)
+CHECKS = ("megatron/checkpoint/resume_check.py",)
 
 PARSED: dict[str, Any] = {
     "load": None,
@@ -82,6 +81,16 @@ RANKS = 8
 
 def arguments(**changed: Any) -> Any:
     return SimpleNamespace(**{**PARSED, **changed})
+
+
+def schedule_problems(args: Any, ranks: int) -> list[str]:
+    """Of the checkpoint that a run with these arguments would load."""
+    return resume_check.schedule_problems(args, ranks, loaded_by(args).schedule)
+
+
+def remarks(args: Any, ranks: int) -> list[str]:
+    """Of the checkpoint that a run with these arguments would load."""
+    return resume_check.remarks(args, ranks, loaded_by(args).schedule)
 
 
 def megatrons_schedule(args: Any) -> Any:
@@ -272,27 +281,28 @@ LOADED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 @pytest.mark.parametrize("case", LOADED)
 def test_a_line_says_what_is_loaded(case: str, saved: Path) -> None:
     changed, begin, problems = LOADED[case]
-    line, found = loaded_by(arguments(**{"load": str(saved), **changed}))
+    loaded = loaded_by(arguments(**{"load": str(saved), **changed}))
+    line, found = loaded.line, loaded.problems
     assert line.startswith(begin)
     assert bool(line) == bool(begin)
-    assert [
-        problem[: len(start)] for problem, start in zip(found, problems, strict=True)
-    ] == problems
+    for problem, start in zip(found, problems, strict=True):
+        assert problem.startswith(start)
 
 
 @pytest.mark.parametrize("change", (_cut, _no_pickle))
 def test_a_damaged_folder_is_a_problem(change: Callable[[Path], None], saved: Path) -> None:
     change(saved / "iter_0000007")
-    line, [problem] = loaded_by(arguments(load=str(saved)))
+    loaded = loaded_by(arguments(load=str(saved)))
+    line, [problem] = loaded.line, loaded.problems
     assert line == f"a checkpoint of {saved} that cannot be read"
     assert problem.startswith(f"load='{saved}': {saved / 'iter_0000007'} is ")
 
 
 def test_a_checkpoint_in_another_format_is_refused_with_the_other_arguments(saved: Path) -> None:
     _legacy(saved / "iter_0000007")
-    line, found = loaded_by(arguments(load=str(saved)))
-    assert line == f"a checkpoint of {saved} that is refused"
-    assert found == []
+    loaded = loaded_by(arguments(load=str(saved)))
+    assert loaded.line == f"a checkpoint of {saved} that is refused"
+    assert loaded.problems == ()
 
 
 def test_a_run_of_ddp_hears_of_a_checkpoint_that_it_cannot_read(saved: Path) -> None:
@@ -305,7 +315,8 @@ def test_a_run_of_ddp_hears_of_a_checkpoint_that_it_cannot_read(saved: Path) -> 
 def test_a_checkpoint_of_another_program_is_a_problem(tmp_path: Path) -> None:
     with world_of_one():
         save_checkpoint(tmp_path, 7, {"world_size": 2})
-    line, [problem] = loaded_by(arguments(load=str(tmp_path)))
+    loaded = loaded_by(arguments(load=str(tmp_path)))
+    line, [problem] = loaded.line, loaded.problems
     assert line == f"a checkpoint of {tmp_path} that is refused"
     assert problem.startswith(f"load='{tmp_path}': iter_0000007 has no arguments of Megatron-LM")
-    assert loaded_by(arguments(load=str(tmp_path), strict_fsdp_dtensor_load=False))[1] == []
+    assert loaded_by(arguments(load=str(tmp_path), strict_fsdp_dtensor_load=False)).problems == ()

@@ -4,15 +4,17 @@ A run compares them when it loads, after the model is built. `doctor` does it be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint import folders
 from ...checkpoint.convert.dcp_files import FSDP_DTENSOR, DcpFolder, detect_format
-from ...megatron.optimizer.group_options import NEITHER, differences, schedule_remarks
-from ...megatron.optimizer.param_scheduler import flag_of
-from ...megatron.options.load_folders import load_problems, newest_beside
-from ...megatron.options.rules import is_on
+from ..optimizer.group_options import NEITHER, differences, schedule_remarks
+from ..optimizer.param_scheduler import flag_of
+from ..options.load_folders import source_of, source_problems
+from ..options.rules import is_on
 
 ARGUMENTS = "args"
 """The key under which Megatron-LM saves its arguments, and asks for them."""
@@ -36,42 +38,83 @@ WITHOUT_SCHEDULE = (
 """Arguments with which a run loads no schedule, or none that is known here."""
 
 
-def loaded_by(args: Any) -> tuple[str, list[str]]:
-    """A line about the checkpoint that a run would load, and problems of its folder; an empty line
-    without `--load`."""
-    root, step = _source(args)
-    if not root:
-        return "", []
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that a run of Megatron-LM would load.
+
+    Attributes:
+        line: about it; "" without `--load`, and if weights of another checkpoint are loaded.
+        problems: of its folder.
+        schedule: the plain values of its schedule; empty if the run would load none, or if they
+            cannot be read.
+    """
+
+    line: str = ""
+    problems: tuple[str, ...] = ()
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+
+
+def loaded_by(args: Any) -> Loaded:
+    """The checkpoint that a run with these arguments would load."""
+    option, root, step = source_of(args)
+    if not root or option == "pretrained_checkpoint":
+        return Loaded()
     if "://" in root:
-        return f"{root}, which is an address and not looked at", []
+        return Loaded(f"{root}, which is an address and not looked at")
     if not step and not (Path(root) / folders.TRACKER).is_file():
-        lacks = f"has no {folders.TRACKER}" if Path(root).is_dir() else "does not exist"
-        if getattr(args, "exit_on_missing_checkpoint", False):
-            return "nothing", [
-                f"exit_on_missing_checkpoint=True: {root} {lacks}. Name a folder of checkpoints, "
-                "or leave it out"
-            ]
-        return f"nothing, because {root} {lacks}: the run starts at its beginning", []
-    if load_problems(args):  # which are listed with those of the other arguments
-        return f"a checkpoint of {root} that is refused", []
+        return _nothing(args, root)
+    if source_problems(args):  # which are listed with those of the other arguments
+        return Loaded(f"a checkpoint of {root} that is refused")
     try:
         folder = DcpFolder.open_to_read(Path(root), step)
     except (ValueError, OSError) as error:
-        return f"a checkpoint of {root} that cannot be read", [f"load={root!r}: {error}"]
+        problem = f"load={root!r}: {error}"
+        return Loaded(f"a checkpoint of {root} that cannot be read", (problem,))
+    schedule = _schedule_in(folder, args)
     if ARGUMENTS not in folder.object_keys and is_on(args, "strict_fsdp_dtensor_load"):
         problem = f"load={root!r}: {folder.folder.name} {LACKS_ARGUMENTS}"
-        return f"a checkpoint of {root} that is refused", [problem]
-    return (
+        return Loaded(f"a checkpoint of {root} that is refused", (problem,), schedule)
+    line = (
         f"iteration {folder.iteration} of {root}. Its model, parameter groups and data files are "
         "compared when it is loaded"
-    ), []
+    )
+    return Loaded(line, (), schedule)
+
+
+def _nothing(args: Any, root: str) -> Loaded:
+    """For a root without a newest checkpoint."""
+    lacks = f"has no {folders.TRACKER}" if Path(root).is_dir() else "does not exist"
+    if is_on(args, "exit_on_missing_checkpoint"):
+        problem = (
+            f"exit_on_missing_checkpoint=True: {root} {lacks}. Name a folder of checkpoints, or "
+            "leave it out"
+        )
+        return Loaded("nothing", (problem,))
+    return Loaded(f"nothing, because {root} {lacks}: the run starts at its beginning")
+
+
+def _schedule_in(folder: DcpFolder, args: Any) -> dict[str, Any]:
+    """`Loaded.schedule`."""
+    if any(getattr(args, name, None) for name in WITHOUT_SCHEDULE):
+        return {}
+    saved = {}
+    for key in folder.object_keys:
+        if not key.startswith(STORED):
+            continue
+        try:
+            value = folder.object(key)
+        except (ValueError, OSError):
+            return {}  # the load says what is wrong
+        if isinstance(value, (int, float, str)):
+            saved[key.removeprefix(STORED)] = value
+    return saved
 
 
 def loaded_by_ddp(args: Any) -> str:
     """A remark if a run of Megatron's DDP would load a checkpoint that only this wrapper reads."""
-    root, step = _source(args)
+    _, root, step = source_of(args)
     try:
-        is_ours = bool(root) and detect_format(Path(root), step) == FSDP_DTENSOR
+        is_ours = bool(root) and detect_format(Path(str(root)), step) == FSDP_DTENSOR
     except (ValueError, OSError):
         return ""
     if not is_ours:
@@ -82,57 +125,21 @@ def loaded_by_ddp(args: Any) -> str:
     )
 
 
-def schedule_problems(args: Any, ranks: int | None) -> list[str]:
-    """Values of the schedule that the newest checkpoint of `--load` has otherwise, if no flag says
-    which schedule a resumed run takes. ranks: of the run; without it and `--global-batch-size`,
-    lengths in samples are not compared. Empty if the checkpoint cannot be read."""
+def schedule_problems(args: Any, ranks: int | None, saved: Mapping[str, Any]) -> list[str]:
+    """Values of the schedule that a checkpoint has otherwise, if no flag says which schedule a
+    resumed run takes. saved: the checkpoint's; ranks: of the run. Without these and
+    `--global-batch-size`, lengths in samples are not compared."""
     if flag_of(args) != NEITHER:
         return []
-    return differences(schedule_of(args, ranks), _saved_schedule(args))
+    return differences(schedule_of(args, ranks), saved)
 
 
-def remarks(args: Any, ranks: int | None) -> list[str]:
+def remarks(args: Any, ranks: int | None, saved: Mapping[str, Any]) -> list[str]:
     """Lines about such values if a flag says whose are taken, each with the one that is."""
     flag = flag_of(args)
     if flag == NEITHER:
         return []
-    return schedule_remarks(schedule_of(args, ranks), _saved_schedule(args), flag)
-
-
-def _source(args: Any) -> tuple[str, int | None]:
-    """The root from which a run loads, and the iteration that it names; "" if there is no root, or
-    if weights of another checkpoint are loaded."""
-    root = getattr(args, "load", None) or ""
-    step = getattr(args, "ckpt_step", None)
-    beside = newest_beside(args)
-    if beside is not None:
-        return beside, None
-    has_newest = "://" in root or (Path(root) / folders.TRACKER).is_file()
-    if not has_newest and getattr(args, "pretrained_checkpoint", None):
-        return "", None
-    return root, step
-
-
-def _saved_schedule(args: Any) -> dict[str, Any]:
-    """The plain values of the schedule that a run would load; empty if it would load none, or if
-    they cannot be read: `loaded_by` and the load say why."""
-    root, step = _source(args)
-    loads_none = any(getattr(args, name, None) for name in WITHOUT_SCHEDULE)
-    if not root or "://" in root or loads_none:
-        return {}
-    if not step and not (Path(root) / folders.TRACKER).is_file():
-        return {}  # the run starts at its beginning
-    saved = {}
-    try:
-        folder = DcpFolder.open_to_read(Path(root), step)
-        for key in folder.object_keys:
-            if key.startswith(STORED):
-                value = folder.object(key)
-                if isinstance(value, (int, float, str)):
-                    saved[key.removeprefix(STORED)] = value
-    except (ValueError, OSError):
-        return {}
-    return saved
+    return schedule_remarks(schedule_of(args, ranks), saved, flag)
 
 
 def schedule_of(args: Any, ranks: int | None) -> dict[str, Any]:
